@@ -1,0 +1,194 @@
+"""Samples: token ids and loss mask of one answered conversation, in Parquet parts.
+
+A part is written once and listed in `manifest.jsonl` with the ids it holds; a conversation
+whose answer cannot be used is in its part's `rejected` with the reason, so that none is lost
+without a trace.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from draftworks.errors import DraftworksError
+from draftworks.records.manifest import ManifestWriter, read_manifest, rewrite_manifest
+from draftworks.workspace import commit_file, digest, file_digest
+
+SCHEMA = pa.schema(
+    [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("conversation_id", pa.string(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("tokens", pa.int32(), nullable=False),
+        pa.field("prompt_tokens", pa.int32(), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("text", pa.string(), nullable=False),
+    ]
+)
+SAMPLE_COLUMNS = ("prompt_tokens", "finish_reason", "text")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation with the target's answer.
+
+    token_ids: prompt and answer as the engine saw and wrote them, the stop token included.
+    prompt_tokens: how many of them are the prompt; the rest are the loss tokens.
+    finish_reason: "stop" or "length".
+    """
+
+    conversation_id: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    finish_reason: str
+    text: str
+
+    @property
+    def id(self) -> str:
+        """Digest of the token ids: other tokens are another sample."""
+        return digest(list(self.token_ids))
+
+    @property
+    def loss_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_tokens
+
+
+@dataclass(frozen=True)
+class SampleEntry:
+    """What planning needs of a sample: its ids and lengths in tokens, without the tokens."""
+
+    sample_id: str
+    conversation_id: str
+    tokens: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """An answer that was not kept, and why (empty, truncated, content_filter, repetition)."""
+
+    conversation_id: str
+    reason: str
+
+
+class SampleStore:
+    """The parts of one generation. Reading needs no lock; writing happens under the job's."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.manifest = root / "manifest.jsonl"
+
+    def rows(self) -> list[dict[str, Any]]:
+        return read_manifest(self.manifest)
+
+    def conversations(self) -> set[str]:
+        """Ids of the conversations that are committed, kept or rejected."""
+        rows = self.rows()
+        kept = {name for row in rows for name in row["conversation_ids"]}
+        return kept | {name for row in rows for name in row["rejected"]}
+
+    def rejected(self) -> Counter[str]:
+        """Reason -> count."""
+        return Counter(reason for row in self.rows() for reason in row["rejected"].values())
+
+    def samples(self) -> Iterator[Sample]:
+        """All samples, part by part. Raises DraftworksError on a missing or damaged part."""
+        for row in self.rows():
+            for values in self._read(row, ["conversation_id", "token_ids", *SAMPLE_COLUMNS]):
+                tokens = tuple(values.pop("token_ids"))
+                yield Sample(token_ids=tokens, **values)
+
+    def index(self) -> list[SampleEntry]:
+        """Ids and lengths of all samples; reads no tokens. Raises as `samples` does."""
+        columns = ["sample_id", "conversation_id", "tokens", "prompt_tokens"]
+        return [SampleEntry(**values) for row in self.rows() for values in self._read(row, columns)]
+
+    def digest(self) -> str:
+        """Digest of what the parts hold, whatever the order of their commitment."""
+        return digest(sorted(row["sha256"] for row in self.rows()))
+
+    def faults(self, *, deep: bool) -> dict[str, str]:
+        """Part file -> what is wrong: missing, altered (by size; with `deep` by checksum), or
+        holding a conversation that an earlier part holds."""
+        found: dict[str, str] = {}
+        seen: set[str] = set()
+        for row in self.rows():
+            path = self.root / row["file"]
+            names = {*row["conversation_ids"], *row["rejected"]}
+            if not path.is_file():
+                found[row["file"]] = "missing"
+            elif path.stat().st_size != row["bytes"]:
+                found[row["file"]] = f"{path.stat().st_size} bytes, expected {row['bytes']}"
+            elif deep and file_digest(path) != row["sha256"]:
+                found[row["file"]] = "differs from its checksum"
+            elif doubled := names & seen:
+                found[row["file"]] = f"conversations {sorted(doubled)[:3]} are in another part too"
+            seen |= names
+        return found
+
+    def discard(self, files: Collection[str]) -> None:
+        """Take parts out of the manifest, so that their conversations are generated again."""
+        if files:
+            rewrite_manifest(self.manifest, lambda row: row["file"] not in files)
+
+    def _read(self, row: dict[str, Any], columns: list[str]) -> list[dict[str, Any]]:
+        path = self.root / row["file"]
+        try:
+            values: list[dict[str, Any]] = pq.read_table(path, columns=columns).to_pylist()
+        except (OSError, pa.ArrowException) as error:
+            raise DraftworksError(
+                f"samples {path} cannot be read: {error}. Run the generate stage again: it makes "
+                "that part anew."
+            ) from None
+        return values
+
+
+class SampleWriter:
+    """Commits parts of samples, numbered on from the last one in the manifest."""
+
+    def __init__(self, store: SampleStore) -> None:
+        self._store = store
+        self._manifest = ManifestWriter(store.manifest)
+        self._number = 1 + max((int(row["file"][5:11]) for row in store.rows()), default=-1)
+
+    def commit(self, samples: Sequence[Sample], rejected: Sequence[Rejected]) -> None:
+        """Write one part, then its manifest row."""
+        name = f"part-{self._number:06d}.parquet"
+        path = self._store.root / name
+        table = pa.Table.from_pylist(
+            [
+                {
+                    "sample_id": sample.id,
+                    "conversation_id": sample.conversation_id,
+                    "token_ids": sample.token_ids,
+                    "tokens": len(sample.token_ids),
+                    "prompt_tokens": sample.prompt_tokens,
+                    "finish_reason": sample.finish_reason,
+                    "text": sample.text,
+                }
+                for sample in samples
+            ],
+            schema=SCHEMA,
+        )
+        commit_file(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+        self._manifest.append(
+            {
+                "file": name,
+                "sha256": file_digest(path),
+                "bytes": path.stat().st_size,
+                "conversation_ids": [sample.conversation_id for sample in samples],
+                "sample_ids": [sample.id for sample in samples],
+                "tokens": sum(len(sample.token_ids) for sample in samples),
+                "loss_tokens": sum(sample.loss_tokens for sample in samples),
+                "truncated": sum(sample.finish_reason == "length" for sample in samples),
+                "rejected": {item.conversation_id: item.reason for item in rejected},
+            }
+        )
+        self._number += 1
+
+    def close(self) -> None:
+        self._manifest.close()

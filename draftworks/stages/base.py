@@ -1,0 +1,160 @@
+"""What a stage is: four functions over a config and a workspace, and an identity."""
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from draftworks.config import PipelineConfig
+from draftworks.errors import DraftworksError
+from draftworks.progress import Progress
+from draftworks.target import Target
+from draftworks.workspace import Workspace, digest
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a stage will make, before anything starts; `assumptions` say what it rests on."""
+
+    stage: str
+    units: int
+    unit: str
+    bytes: int
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold before a stage starts. detail: what was found, or the remedy."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What lies on disk of a stage's output, by reading it."""
+
+    stage: str
+    title: str
+    unit: str
+    expected: int
+    done: int
+    problems: tuple[str, ...]
+    digest: str
+
+    @property
+    def complete(self) -> bool:
+        return self.done == self.expected > 0 and not self.problems
+
+    @property
+    def sentence(self) -> str:
+        """One line for people: "hidden states: 18,420 of 37,312 samples (49.3 %)"."""
+        share = self.done / self.expected if self.expected else 0.0
+        text = f"{self.title}: {self.done:,} of {self.expected:,} {self.unit} ({share:.1%})"
+        if self.problems:
+            more = f" and {len(self.problems) - 3} more" if len(self.problems) > 3 else ""
+            text += f"; {len(self.problems)} problems: {'; '.join(self.problems[:3])}{more}"
+        return text
+
+
+S = TypeVar("S", bound="Stage")
+
+
+class Stage(ABC):
+    """One step from prompts to drafter. Its output lies in `directory`, named by `identity`."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    unit: ClassVar[str]
+    inputs: ClassVar[tuple[type["Stage"], ...]] = ()
+    format_version: ClassVar[int] = 1
+
+    def __init__(self, config: PipelineConfig, workspace: Workspace) -> None:
+        self.config = config
+        self.workspace = workspace
+
+    @cached_property
+    def target(self) -> Target:
+        return Target.resolve(self.config.target)
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of what decides the result: settings, inputs, format version."""
+        return digest(
+            {
+                "stage": self.name,
+                "format": self.format_version,
+                "settings": self.settings(),
+                "inputs": {cls.name: self.of(cls).identity for cls in self.inputs},
+            }
+        )
+
+    @property
+    def directory(self) -> Path:
+        return self.workspace.artifact(self.name, self.identity)
+
+    @property
+    def job_directory(self) -> Path:
+        return self.workspace.job(self.name, self.identity)
+
+    def of(self, cls: type[S]) -> S:
+        """Another stage of the same pipeline."""
+        return cls(self.config, self.workspace)
+
+    def require_inputs(self) -> None:
+        """Raises DraftworksError unless every input is complete on disk."""
+        for cls in self.inputs:
+            verdict = self.of(cls).verify(deep=False)
+            if not verdict.complete:
+                raise DraftworksError(f"{self.name} cannot start. {verdict.sentence}")
+
+    def disk_check(self) -> Check:
+        """Whether the planned bytes fit on the workspace's disk."""
+        self.workspace.root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.workspace.root).free
+        needed = self.plan().bytes
+        detail = f"needs {size(needed)}, free {size(free)} on {self.workspace.root}"
+        return Check("disk space", needed < free, detail)
+
+    @abstractmethod
+    def settings(self) -> Mapping[str, Any]:
+        """The settings that decide the result."""
+
+    @abstractmethod
+    def plan(self) -> Plan:
+        """What it will need, from config and prompts alone."""
+
+    @abstractmethod
+    def prepare(self) -> list[Check]:
+        """Everything that can be checked before the inputs exist."""
+
+    @abstractmethod
+    def run(self, progress: Progress) -> None:
+        """Do the work, from what is committed already. Raises DraftworksError, StopRequested."""
+
+    @abstractmethod
+    def verify(self, *, deep: bool = True) -> Verdict:
+        """Read what lies on disk; with `deep`, every byte of it against its checksum."""
+
+
+def check(name: str, test: Callable[[], str]) -> Check:
+    """Run a test that returns what it found or raises DraftworksError."""
+    try:
+        return Check(name, True, test())
+    except DraftworksError as error:
+        return Check(name, False, str(error))
+
+
+def size(count: int) -> str:
+    """Bytes for people, in powers of 1000 as disks are sold."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"

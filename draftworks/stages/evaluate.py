@@ -1,0 +1,208 @@
+"""Evaluate: acceptance by real speculation on held-out prompts, beside the offline estimate.
+
+The two must agree. When they do not, a convention is wrong somewhere between hidden states,
+trainer and engine, and the gate behind this stage stays shut.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftworks.eagle3.acceptance import Acceptance
+from draftworks.engines.reference import ReferenceEngine
+from draftworks.engines.speculation import Speculator
+from draftworks.progress import Progress
+from draftworks.records.manifest import ManifestWriter, read_manifest, rewrite_manifest
+from draftworks.records.samples import Sample
+from draftworks.stages.base import Check, Plan, Stage, Verdict
+from draftworks.stages.extract import Extract
+from draftworks.stages.generate import Generate
+from draftworks.stages.train import Train
+from draftworks.stages.vocab import Vocab
+from draftworks.training.packing import plan_packs, read_ahead
+from draftworks.training.step import pack_loss, walk_pack
+from draftworks.workspace import commit_json, file_digest
+
+TIE = 1e-3  # logits this close are one value in float32 arithmetic of another order
+
+
+class Evaluate(Stage):
+    name = "evaluate"
+    title = "evaluation"
+    unit = "prompts"
+    inputs = (Train,)
+
+    @property
+    def record_file(self) -> Path:
+        return self.directory / "evaluation.json"
+
+    @property
+    def manifest(self) -> Path:
+        return self.directory / "manifest.jsonl"
+
+    def settings(self) -> Mapping[str, Any]:
+        return {"evaluate": self.config.evaluate.identity()}
+
+    def plan(self) -> Plan:
+        count = self.config.evaluate.prompts
+        return Plan(self.name, count, self.unit, count * 1000, ("held-out conversations",))
+
+    def prepare(self) -> list[Check]:
+        return [self.disk_check()]
+
+    def run(self, progress: Progress) -> None:
+        self.require_inputs()
+        settings = self.config.evaluate
+        samples = self._held_out()
+        rewrite_manifest(self.manifest, lambda row: row["drafter"] == self._drafter_digest())
+        done = {name for row in read_manifest(self.manifest) for name in row["sample_ids"]}
+        progress.begin(len(samples), self.unit, len(done))
+        progress.phase("loading target and drafter")
+        dtype = getattr(torch, settings.dtype)
+        engine = ReferenceEngine(self.target, self.of(Extract).layers, dtype)
+        speculator = Speculator(
+            engine, self.of(Train).drafter(dtype), self.of(Vocab).vocabulary()
+        )
+        progress.phase("speculating")
+        writer = ManifestWriter(self.manifest)
+        for start in range(0, len(samples), settings.batch):
+            batch = samples[start : start + settings.batch]
+            if done.issuperset(sample.id for sample in batch):
+                continue
+            progress.check_stop()
+            writer.append(self._measure(engine, speculator, batch))
+            progress.advance(len(batch))
+        writer.close()
+        progress.phase("estimating")
+        commit_json(self.record_file, self._record(self._estimate(samples)))
+
+    def verify(self, *, deep: bool = True) -> Verdict:
+        record = self.record()
+        done = record.get("prompts", 0)
+        return Verdict(
+            self.name,
+            self.title,
+            self.unit,
+            len(self._held_out()),
+            done,
+            tuple(self._problems(record)),
+            file_digest(self.record_file) if record else "",
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The result; empty while there is none."""
+        if not self.record_file.is_file():
+            return {}
+        record: dict[str, Any] = json.loads(self.record_file.read_text())
+        return record
+
+    def _held_out(self) -> list[Sample]:
+        """The evaluated samples: whole conversations that training never saw."""
+        chosen = {
+            entry.sample_id for entry in self.of(Train).split()[1][: self.config.evaluate.prompts]
+        }
+        return [sample for sample in self.of(Generate).store.samples() if sample.id in chosen]
+
+    def _measure(
+        self, engine: ReferenceEngine, speculator: Speculator, batch: list[Sample]
+    ) -> dict[str, Any]:
+        """Decode a batch with and without the drafter. Returns its manifest row."""
+        settings = self.config.evaluate
+        prompts = [sample.token_ids[: sample.prompt_tokens] for sample in batch]
+        result = speculator.decode(prompts, settings.max_new_tokens, settings.draft_tokens)
+        plain = engine.generate(prompts, settings.max_new_tokens)
+        pairs = list(zip(prompts, result.answers, (item.tokens for item in plain), strict=True))
+        differing = [pair for pair in pairs if pair[1] != pair[2]]
+        ties = sum(_parted_at_a_tie(engine, *pair) for pair in differing)
+        return {
+            "drafter": self._drafter_digest(),
+            "sample_ids": [sample.id for sample in batch],
+            "drafts": result.acceptance.drafts,
+            "accepted": result.acceptance.accepted,
+            "tokens": sum(map(len, result.answers)),
+            "differing": len(differing),
+            "ties": ties,
+        }
+
+    def _estimate(self, samples: list[Sample]) -> Acceptance:
+        """Walk the same conversations' recorded answers over their stored states."""
+        train = self.of(Train)
+        vocabulary = self.of(Vocab).vocabulary()
+        drafter = train.drafter()
+        head = self.target.head()[vocabulary.used].float()
+        names = {sample.id for sample in samples}
+        entries = [entry for entry in train.split()[1] if entry.sample_id in names]
+        budget = self.config.train.pack_tokens
+        packs = plan_packs(entries, budget, range(len(entries)))
+        steps = self.config.evaluate.draft_tokens
+        one = torch.ones(steps, dtype=torch.long)
+        total = Acceptance(0, (0,) * steps)
+        store = self.of(Extract).store
+        with torch.no_grad():
+            for pack in read_ahead(store, packs, self.target.stop_ids):
+                outcome = pack_loss(drafter, head, vocabulary, pack, one, 1.0, guess=True)
+                total += walk_pack(outcome, pack.lengths, steps)
+        return total
+
+    def _record(self, estimated: Acceptance) -> dict[str, Any]:
+        rows = read_manifest(self.manifest)
+        measured = Acceptance(0, (0,) * self.config.evaluate.draft_tokens)
+        for row in rows:
+            measured += Acceptance(row["drafts"], tuple(row["accepted"]))
+        return {
+            "prompts": sum(len(row["sample_ids"]) for row in rows),
+            "tokens": sum(row["tokens"] for row in rows),
+            "measured": _summary(measured),
+            "estimated": _summary(estimated),
+            "differing": sum(row["differing"] for row in rows),
+            "ties": sum(row["ties"] for row in rows),
+        }
+
+    def _problems(self, record: Mapping[str, Any]) -> list[str]:
+        if not record:
+            return []
+        problems = []
+        real = record["differing"] - record["ties"]
+        if real and self.config.evaluate.dtype == "float32":
+            problems.append(
+                f"{real} of {record['prompts']} speculative outputs differ from plain greedy "
+                "decoding: verification is broken"
+            )
+        measured, estimated = record["measured"]["length"], record["estimated"]["length"]
+        difference = abs(measured - estimated) / estimated
+        if difference > self.config.evaluate.tolerance:
+            problems.append(
+                f"acceptance length {measured:.2f} measured, {estimated:.2f} estimated: "
+                f"{difference:.0%} apart, tolerance {self.config.evaluate.tolerance:.0%}. Trainer "
+                "and engine disagree about the hidden states; compare layer ids and final norm"
+            )
+        return problems
+
+    def _drafter_digest(self) -> str:
+        digest: str = self.of(Train).record()["sha256"]
+        return digest
+
+
+def _summary(acceptance: Acceptance) -> dict[str, Any]:
+    return {
+        "length": acceptance.length,
+        "rates": acceptance.rates,
+        "drafts": acceptance.drafts,
+        "accepted": acceptance.accepted,
+    }
+
+
+def _parted_at_a_tie(
+    engine: ReferenceEngine, prompt: tuple[int, ...], answer: list[int], other: list[int]
+) -> bool:
+    """Whether two answers part where the target's two best tokens are numerically equal, so
+    that the order of additions decides."""
+    common = 0
+    while common < min(len(answer), len(other)) and answer[common] == other[common]:
+        common += 1
+    (states,) = engine.capture([[*prompt, *answer[:common]]])
+    best = (states.last[-1] @ engine.head.T).topk(2).values
+    return bool(best[0] - best[1] < TIE)

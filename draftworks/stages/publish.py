@@ -1,0 +1,168 @@
+"""Publish: the drafter in the forms that engines load, reloaded and compared before it counts."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftworks import __version__
+from draftworks.eagle3.drafter import Drafter
+from draftworks.eagle3.formats import Format, TargetFacts, read_checkpoint, write_checkpoint
+from draftworks.errors import DraftworksError
+from draftworks.progress import Progress
+from draftworks.stages.base import Check, Plan, Stage, Verdict, check
+from draftworks.stages.evaluate import Evaluate
+from draftworks.stages.extract import Extract
+from draftworks.stages.train import Train
+from draftworks.stages.vocab import Vocab
+from draftworks.training.packing import load_pack
+from draftworks.training.step import unroll
+from draftworks.workspace import commit_directory, commit_json, file_digest, remove_partial
+
+
+class Publish(Stage):
+    name = "publish"
+    title = "published drafter"
+    unit = "formats"
+    inputs = (Train, Evaluate)
+
+    @property
+    def record_file(self) -> Path:
+        return self.directory / "published.json"
+
+    def folder(self, form: Format) -> Path:
+        return self.directory / form
+
+    def settings(self) -> Mapping[str, Any]:
+        return {"publish": self.config.publish.identity()}
+
+    def plan(self) -> Plan:
+        size = self.of(Train).plan().bytes // 10
+        count = len(self.config.publish.formats)
+        return Plan(self.name, count, self.unit, count * size, ("bfloat16 weights",))
+
+    def prepare(self) -> list[Check]:
+        return [check("formats", lambda: ", ".join(self.config.publish.formats))]
+
+    def run(self, progress: Progress) -> None:
+        self.require_inputs()
+        remove_partial(self.directory)
+        progress.begin(len(self.config.publish.formats), self.unit)
+        drafter = self.of(Train).drafter()
+        vocabulary = self.of(Vocab).vocabulary()
+        files: dict[str, str] = {}
+        for form in self.config.publish.formats:
+            progress.check_stop()
+            progress.phase(f"writing {form}")
+            with commit_directory(self.folder(form)) as folder:
+                write_checkpoint(folder, form, drafter, vocabulary, self._facts(), self._notes())
+                (folder / "README.md").write_text(self._card(form), encoding="utf-8")
+                self._require_same_logits(folder, drafter)
+            for path in sorted(self.folder(form).iterdir()):
+                files[f"{form}/{path.name}"] = file_digest(path)
+            progress.advance()
+        commit_json(self.record_file, {"files": files})
+
+    def verify(self, *, deep: bool = True) -> Verdict:
+        record = self.record()
+        problems = [
+            f"{name} is missing or differs from its checksum"
+            for name, sha256 in record.get("files", {}).items()
+            if not (path := self.directory / name).is_file()
+            or (deep and file_digest(path) != sha256)
+        ]
+        formats = self.config.publish.formats
+        return Verdict(
+            self.name,
+            self.title,
+            self.unit,
+            len(formats),
+            len(formats) if record else 0,
+            tuple(problems),
+            file_digest(self.record_file) if record else "",
+        )
+
+    def record(self) -> dict[str, Any]:
+        """files: name -> SHA-256; empty while nothing is published."""
+        if not self.record_file.is_file():
+            return {}
+        record: dict[str, Any] = json.loads(self.record_file.read_text())
+        return record
+
+    def _require_same_logits(self, folder: Path, drafter: Drafter) -> None:
+        """Reload an export and hold its logits on a held-out sample against the trained ones.
+
+        Exactly equal: both sides use the weights rounded to bfloat16, as the engines do.
+        """
+        checkpoint = read_checkpoint(folder)
+        reloaded = Drafter(checkpoint.shape, drafter.embeddings)
+        reloaded.load_state_dict(checkpoint.weights)
+        rounded = Drafter(drafter.shape, drafter.embeddings)
+        rounded.load_state_dict(
+            {name: tensor.bfloat16() for name, tensor in drafter.state_dict().items()}
+        )
+        entry = self.of(Train).split()[1][0]
+        pack = load_pack(self.of(Extract).store, [entry], self.target.stop_ids)
+        steps = self.config.evaluate.draft_tokens
+        with torch.no_grad():
+            ours = rounded.lm_head(rounded.norm(unroll(rounded, pack, steps)))
+            theirs = reloaded.lm_head(reloaded.norm(unroll(reloaded, pack, steps)))
+        if not torch.equal(ours, theirs):
+            raise DraftworksError(
+                f"export {folder.name}: the reloaded drafter gives other logits "
+                f"(largest difference {float((ours - theirs).abs().max()):.3g})"
+            )
+        if checkpoint.layers != self.of(Extract).layers:
+            raise DraftworksError(
+                f"export {folder.name}: names layers {checkpoint.layers}, trained on "
+                f"{self.of(Extract).layers}"
+            )
+
+    def _facts(self) -> TargetFacts:
+        return TargetFacts(
+            self.config.target.model,
+            self.target.architectures,
+            self.of(Extract).layers,
+            self.config.evaluate.draft_tokens,
+        )
+
+    def _notes(self) -> dict[str, Any]:
+        """Provenance: enough to find everything that made this drafter."""
+        evaluation = self.of(Evaluate).record()
+        return {
+            "draftworks": __version__,
+            "target": self.config.target.model,
+            "identity": self.of(Train).identity,
+            "coverage": self.of(Vocab).record()["coverage"],
+            "acceptance_length": {
+                "measured": evaluation["measured"]["length"],
+                "estimated": evaluation["estimated"]["length"],
+            },
+            "config": self.config.model_dump(mode="json"),
+        }
+
+    def _card(self, form: Format) -> str:
+        """README.md of the published folder."""
+        settings = self.config.evaluate
+        evaluation = self.of(Evaluate).record()
+        command = (
+            "vllm serve TARGET --speculative-config '"
+            f'{{"method": "eagle3", "model": "THIS_FOLDER", '
+            f'"num_speculative_tokens": {settings.draft_tokens}}}\''
+            if form == "speculators"
+            else "python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path THIS_FOLDER --speculative-num-steps "
+            f"{settings.draft_tokens} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {settings.draft_tokens + 1}"
+        )
+        return (
+            f"# EAGLE-3 drafter for {self.config.target.model}\n\n"
+            f"Acceptance length {evaluation['measured']['length']:.2f} with "
+            f"{settings.draft_tokens} draft tokens, measured by greedy speculation on "
+            f"{evaluation['prompts']} held-out prompts "
+            f"(estimated {evaluation['estimated']['length']:.2f}).\n\n"
+            f"    {command}\n\n"
+            f"Made by Draftworks {__version__}; draftworks.json says how.\n"
+        )

@@ -1,0 +1,219 @@
+"""A supervised job, seen from outside: launch or attach, watch, stop.
+
+Its directory holds
+
+    lock           held (flock) by the job for its whole life: the liveness test
+    status.json    phase, counted units, heartbeat; rewritten atomically while it runs
+    exit.json      how the last run ended; absent while it runs or when it was killed
+    history.jsonl  one row per run: started, ended, outcome
+    log            standard output and error of all runs
+
+The kernel releases the lock when the process dies, however it dies, so there are no stale
+process ids to be fooled by.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from draftworks.records.manifest import ManifestWriter, read_manifest
+
+LOCK_DESCRIPTOR = "DRAFTWORKS_LOCK_DESCRIPTOR"
+STALLED_SECONDS = 120  # without a heartbeat
+
+
+class State(Enum):
+    """What the files say of a job."""
+
+    NEVER_STARTED = "never started"
+    RUNNING = "running"
+    STALLED = "stalled"  # alive by its lock, but without a heartbeat
+    FINISHED = "finished"
+    STOPPED = "stopped"  # asked to end, and did, with everything committed
+    FAILED = "failed"
+    LOST = "lost"  # died without a word: killed, out of memory, power cut
+
+
+@dataclass(frozen=True)
+class Status:
+    """The last heartbeat. Times are seconds since the epoch."""
+
+    phase: str
+    done: int
+    total: int
+    unit: str
+    started: float
+    heartbeat: float
+    pid: int
+
+
+class Job:
+    """One job directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.log = directory / "log"
+
+    def launch_or_attach(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Start `command` detached, unless the job runs already. Returns whether it started.
+
+        The lock is taken here and handed down as an open descriptor, so between two starters
+        exactly one starts, and the job is alive for everybody from this moment on.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        descriptor = acquire_lock(self.directory)
+        if descriptor is None:
+            return False
+        try:
+            close_last_run(self.directory)
+            with self.log.open("ab") as log:
+                subprocess.Popen(
+                    command,
+                    env={**environment, LOCK_DESCRIPTOR: str(descriptor)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(descriptor,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(descriptor)
+        return True
+
+    def state(self) -> State:
+        if self._alive():
+            status = self.status()
+            beat = status.heartbeat if status else time.time()
+            return State.STALLED if time.time() - beat > STALLED_SECONDS else State.RUNNING
+        outcome = self.exit().get("outcome")
+        if outcome:
+            return State(outcome)
+        started = self.log.exists() or (self.directory / "status.json").exists()
+        return State.LOST if started else State.NEVER_STARTED
+
+    def status(self) -> Status | None:
+        """None before the first heartbeat."""
+        values = _read_json(self.directory / "status.json")
+        return Status(**values) if values else None
+
+    def exit(self) -> dict[str, Any]:
+        """outcome, error and ended of the last run; empty while it runs or when it was killed."""
+        return _read_json(self.directory / "exit.json")
+
+    def history(self) -> list[dict[str, Any]]:
+        """started, ended (seconds since the epoch) and outcome of every run that ended."""
+        return read_manifest(self.directory / "history.jsonl")
+
+    def stop(self) -> bool:
+        """Ask the job to end at its next unit boundary. Returns whether there was one."""
+        status = self.status()
+        if not self._alive() or status is None:
+            return False
+        os.kill(status.pid, signal.SIGTERM)
+        return True
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until the job is gone. Returns False when it still runs after `timeout` s."""
+        deadline = time.monotonic() + timeout
+        while self._alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def tail(self, lines: int = 15) -> str:
+        """The last lines of the log."""
+        if not self.log.exists():
+            return ""
+        with self.log.open(encoding="utf-8", errors="replace") as file:
+            return "".join(deque(file, lines)).rstrip()
+
+    def _alive(self) -> bool:
+        """Whether somebody holds the lock. A shared lock asks without standing in the way."""
+        try:
+            descriptor = os.open(self.directory / "lock", os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+
+
+def acquire_lock(directory: Path) -> int | None:
+    """The descriptor of the held lock, or None when another process holds it.
+
+    Tries for a moment, because a watcher's question may hold the lock for an instant.
+    """
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    for _ in range(20):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            time.sleep(0.01)
+    os.close(descriptor)
+    return None
+
+
+def close_last_run(directory: Path) -> None:
+    """Write the history row of a run that was killed. Call while holding the lock."""
+    status, exit_file = directory / "status.json", directory / "exit.json"
+    last = _read_json(status)
+    if last and not exit_file.exists():
+        append_history(directory, last["started"], last["heartbeat"], State.LOST.value)
+    status.unlink(missing_ok=True)
+    exit_file.unlink(missing_ok=True)
+
+
+def append_history(directory: Path, started: float, ended: float, outcome: str) -> None:
+    writer = ManifestWriter(directory / "history.jsonl")
+    writer.append({"started": started, "ended": ended, "outcome": outcome})
+    writer.close()
+
+
+def iso(seconds: float) -> str:
+    """A time since the epoch as ISO 8601 in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+@contextmanager
+def held_lock(directory: Path) -> Iterator[bool]:
+    """Hold the job's lock: the one handed down by the starter, or a new one. Yields False when
+    another process holds it."""
+    inherited = os.environ.pop(LOCK_DESCRIPTOR, None)
+    if inherited:
+        descriptor: int | None = int(inherited)
+        os.set_inheritable(int(inherited), False)
+    else:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = acquire_lock(directory)
+        if descriptor is not None:
+            close_last_run(directory)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    return values

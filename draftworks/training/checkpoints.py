@@ -1,0 +1,66 @@
+"""Checkpoints: everything an exact resume needs, complete or absent.
+
+A checkpoint is a directory ``step-<n>`` with `model.safetensors` and `optimizer.safetensors`
+(float32, AdamW's step counter too, which bfloat16 would round) and appears by one rename. Data
+order and learning rate are functions of the step, so the step is the whole position.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from draftworks.workspace import commit_directory
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class Checkpoints:
+    """The checkpoints of one training run, newest kept."""
+
+    def __init__(self, root: Path, keep: int) -> None:
+        self.root = root
+        self.keep = keep
+        root.mkdir(parents=True, exist_ok=True)
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, rising."""
+        names = (path.name for path in self.root.iterdir() if path.is_dir())
+        return sorted(
+            int(name.removeprefix("step-"))
+            for name in names
+            if name.removeprefix("step-").isdigit()
+        )
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Write the state after `step` optimizer steps; drop the oldest beyond `keep`."""
+        with commit_directory(self._path(step)) as folder:
+            save_file(model.state_dict(), folder / "model.safetensors")
+            moments = {
+                f"{name}/{moment}": optimizer.state[parameter][moment].contiguous()
+                for name, parameter in model.named_parameters()
+                for moment in MOMENTS
+                if parameter in optimizer.state
+            }
+            save_file(moments, folder / "optimizer.safetensors")
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(self._path(old))
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Load the newest checkpoint into both. Returns its step; 0 when there is none."""
+        steps = self.steps()
+        if not steps:
+            return 0
+        folder = self._path(steps[-1])
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+        moments = load_file(folder / "optimizer.safetensors")
+        for name, parameter in model.named_parameters():
+            optimizer.state[parameter] = {
+                moment: moments[f"{name}/{moment}"] for moment in MOMENTS
+            }
+        return steps[-1]
+
+    def _path(self, step: int) -> Path:
+        return self.root / f"step-{step:08d}"
