@@ -28,9 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="draftworks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument(
-        "command", choices=["fetch", "check", "run", "verify", "status", "report"]
-    )
+    parser.add_argument("command", choices=["fetch", "check", "run", "verify", "status", "report"])
     parser.add_argument("subject", nargs="?", default="smollm2-demo", help="CONFIG or WORKSPACE")
     parser.add_argument("stages", nargs="*", help="stages to run")
     options = parser.parse_args(arguments)

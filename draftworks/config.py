@@ -293,4 +293,6 @@ def parse(text: str, origin: str) -> PipelineConfig:
             + ("" if isinstance(fault["input"], dict) else f" (found {json.dumps(fault['input'])})")
             for fault in error.errors()
         ]
-        raise DraftworksError(f"{origin}: {len(faults)} wrong settings\n" + "\n".join(faults)) from None
+        raise DraftworksError(
+            f"{origin}: {len(faults)} wrong settings\n" + "\n".join(faults)
+        ) from None

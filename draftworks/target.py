@@ -7,10 +7,11 @@ takes from its target, looked up in the safetensors index so that the rest of th
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import safe_open
 
@@ -126,6 +127,20 @@ class Target:
             )
         return tokenizer
 
+    def render(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation up to where the answer begins, by the chat template."""
+        ids = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=False
+        )
+        return cast("list[int]", ids)
+
+    def text(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of token ids; special tokens are left out unless asked for."""
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        return cast("str", text)
+
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """Token ids that end an answer: generation_config.json, config.json, tokenizer."""
@@ -208,7 +223,7 @@ class Target:
                 "download that shard"
             )
         with safe_open(path, framework="pt") as weights:
-            return weights.get_tensor(name)
+            return cast("Tensor", weights.get_tensor(name))
 
 
 def _header(path: Path) -> dict[str, Any]:

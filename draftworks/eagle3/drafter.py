@@ -6,7 +6,7 @@ embedding of the next token, h = the hidden input. The layer attends over [e; h]
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -84,8 +84,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        return cast("Tensor", self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class RMSNorm(nn.Module):
@@ -144,9 +143,7 @@ class Drafter(nn.Module):
             self.lm_head.weight.copy_(head)
             self.norm.weight.copy_(final_norm)
 
-    def forward(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens [R], hidden [R, H] (fc(g) at step 0, else the last step's output), positions
         [R] -> raw output [R, H]; logits are `lm_head(norm(output))`."""
         embedded = F.embedding(tokens, self.embeddings).to(hidden.dtype)
@@ -157,8 +154,7 @@ class Drafter(nn.Module):
         query, key, value = self.layer.self_attn.project(inputs, rotary)
         mixed = attend(query, key, value).transpose(0, 1).flatten(1)
         out = residual + self.layer.self_attn.o_proj(mixed)
-        out = out + self.layer.mlp(self.layer.post_attention_layernorm(out))
-        return out
+        return out + cast("Tensor", self.layer.mlp(self.layer.post_attention_layernorm(out)))
 
 
 class PackedAttend:

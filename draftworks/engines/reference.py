@@ -105,7 +105,7 @@ class ReferenceEngine:
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
     ) -> None:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             target.folder, dtype=dtype, trust_remote_code=target.trust_remote_code
         )
         self.model = model.to(device).eval().requires_grad_(False)

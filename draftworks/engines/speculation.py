@@ -44,14 +44,17 @@ class DraftCache:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend for B*Q flat rows: query [heads, B*Q, d], key and value [kv_heads, B*Q, d]."""
-        query, key, value = (
-            t.unflatten(1, self.batch).transpose(0, 1) for t in (query, key, value)
-        )
+        query, key, value = (self._rows(states) for states in (query, key, value))
         keys, values = self.cache.update(key, value, 0)
         mixed = F.scaled_dot_product_attention(
             query, keys, values, attn_mask=self.mask, enable_gqa=True
         )
         return mixed.transpose(0, 1).flatten(1, 2)
+
+    def _rows(self, states: Tensor) -> Tensor:
+        """[heads, B*Q, d] -> [B, heads, Q, d]."""
+        heads, _, width = states.shape
+        return states.reshape(heads, *self.batch, width).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,11 @@ class Speculator:
         active = list(range(len(prompts)))
         total = Acceptance(0, (0,) * draft_tokens)
         while True:
-            running = [i for i, row in enumerate(active) if self._open(answers[row], max_new_tokens)]
+            running = [
+                index
+                for index, row in enumerate(active)
+                if self._open(answers[row], max_new_tokens)
+            ]
             if not running:
                 return Speculation(answers, total)
             if len(running) < len(active):

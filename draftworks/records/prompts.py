@@ -6,6 +6,7 @@ see field notes on regenerated data).
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -21,6 +22,7 @@ from draftworks.workspace import digest
 SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant"}
 ROLES = ("system", "user", "assistant")
 KNOWN_FIELDS = {"prompt", "messages", "conversations", "id", "category"}
+SURROGATE = re.compile("[\ud800-\udfff]")
 FORMS = (
     'a string, {"prompt": "..."}, {"messages": [{"role": ..., "content": ...}]} or '
     '{"conversations": [{"from": ..., "value": ...}]}'
@@ -110,29 +112,36 @@ def _messages(row: Any, origin: str) -> list[dict[str, str]]:
             f"prompts {origin}: unknown fields {', '.join(unknown)}. Each line is {FORMS}; "
             "`id` and `category` may stand beside it."
         )
-    if "prompt" in row:
-        turns = [{"role": "user", "content": row["prompt"]}]
-    elif "messages" in row:
-        turns = [_turn(turn, "role", "content", origin) for turn in row["messages"]]
-    elif "conversations" in row:
-        turns = [_turn(turn, "from", "value", origin) for turn in row["conversations"]]
-    else:
-        raise DraftworksError(f"prompts {origin}: expected {FORMS}, found fields {sorted(row)}")
+    match row:
+        case {"prompt": str(text)}:
+            turns = [{"role": "user", "content": text}]
+        case {"messages": list(messages)}:
+            turns = [_turn(turn, "role", "content", origin) for turn in messages]
+        case {"conversations": list(messages)}:
+            turns = [_turn(turn, "from", "value", origin) for turn in messages]
+        case _:
+            raise DraftworksError(
+                f"prompts {origin}: expected {FORMS}, found "
+                f"{json.dumps(row, ensure_ascii=False)[:80]}"
+            )
     while turns and turns[-1]["role"] != "user":
         turns.pop()
-    if not turns or not all(isinstance(turn["content"], str) for turn in turns):
-        raise DraftworksError(f"prompts {origin}: no user turn with text in the conversation")
+    if not turns:
+        raise DraftworksError(f"prompts {origin}: no user turn in the conversation")
+    if any(SURROGATE.search(turn["content"]) for turn in turns):
+        raise DraftworksError(f"prompts {origin}: half a surrogate pair, which is no text")
     if not turns[-1]["content"].strip():
         raise DraftworksError(f"prompts {origin}: the user's turn is empty")
     return turns
 
 
 def _turn(turn: Any, role: str, content: str, origin: str) -> dict[str, str]:
-    name = turn.get(role) if isinstance(turn, dict) else None
-    name = SHAREGPT_ROLES.get(name, name) if role == "from" else name
-    if name not in ROLES or content not in turn:
+    values = turn if isinstance(turn, dict) else {}
+    name, text = values.get(role), values.get(content)
+    known = SHAREGPT_ROLES if role == "from" else {name: name for name in ROLES}
+    if not isinstance(name, str) or name not in known or not isinstance(text, str):
         raise DraftworksError(
-            f"prompts {origin}: a turn needs {role!r} (one of {', '.join(ROLES)}) and "
+            f"prompts {origin}: a turn needs {role!r} (one of {', '.join(known)}) and the text "
             f"{content!r}, found {json.dumps(turn, ensure_ascii=False)[:80]}"
         )
-    return {"role": name, "content": turn[content]}
+    return {"role": known[name], "content": text}

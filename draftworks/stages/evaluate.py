@@ -63,9 +63,7 @@ class Evaluate(Stage):
         progress.phase("loading target and drafter")
         dtype = getattr(torch, settings.dtype)
         engine = ReferenceEngine(self.target, self.of(Extract).layers, dtype)
-        speculator = Speculator(
-            engine, self.of(Train).drafter(dtype), self.of(Vocab).vocabulary()
-        )
+        speculator = Speculator(engine, self.of(Train).drafter(dtype), self.of(Vocab).vocabulary())
         progress.phase("speculating")
         writer = ManifestWriter(self.manifest)
         for start in range(0, len(samples), settings.batch):
@@ -171,15 +169,19 @@ class Evaluate(Stage):
                 f"{real} of {record['prompts']} speculative outputs differ from plain greedy "
                 "decoding: verification is broken"
             )
-        measured, estimated = record["measured"]["length"], record["estimated"]["length"]
-        difference = abs(measured - estimated) / estimated
-        if difference > self.config.evaluate.tolerance:
+        if not self.agree(record):
             problems.append(
-                f"acceptance length {measured:.2f} measured, {estimated:.2f} estimated: "
-                f"{difference:.0%} apart, tolerance {self.config.evaluate.tolerance:.0%}. Trainer "
-                "and engine disagree about the hidden states; compare layer ids and final norm"
+                f"acceptance length {record['measured']['length']:.2f} measured, "
+                f"{record['estimated']['length']:.2f} estimated, tolerance "
+                f"{self.config.evaluate.tolerance:.0%}. Trainer and engine disagree about the "
+                "hidden states; compare layer ids and final norm"
             )
         return problems
+
+    def agree(self, record: Mapping[str, Any]) -> bool:
+        """Whether measured and estimated acceptance length lie within the tolerance."""
+        measured, estimated = record["measured"]["length"], record["estimated"]["length"]
+        return bool(abs(measured - estimated) <= self.config.evaluate.tolerance * estimated)
 
     def _drafter_digest(self) -> str:
         digest: str = self.of(Train).record()["sha256"]

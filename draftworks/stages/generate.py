@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from functools import cached_property
 from typing import Any
 
@@ -94,10 +95,7 @@ class Generate(Stage):
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids, as the target's chat template renders it."""
-        ids: list[int] = self.target.tokenizer.apply_chat_template(
-            list(prompt.messages), add_generation_prompt=True, return_dict=False
-        )
-        return ids
+        return self.target.render(prompt.messages)
 
     def _by_reference_engine(
         self, done: set[str], writer: SampleWriter, progress: Progress
@@ -124,20 +122,21 @@ class Generate(Stage):
                 settings.max_new_tokens,
                 temperature=settings.temperature,
                 top_p=settings.top_p,
-                seeds=[(int(name, 16) + settings.seed) % 2**63 for name in names],
+                seeds=[int(digest([settings.seed, name]), 16) % 2**63 for name in names],
             )
             results = [
                 self._judge(
-                    name, encoded[name], tuple(item.tokens), self._text(item.tokens),
+                    name,
+                    encoded[name],
+                    item.tokens,
+                    self.target.text(item.tokens),
                     item.finish_reason,
                 )
                 for name, item in zip(names, completions, strict=True)
             ]
             self._commit(results, seen, writer, progress)
 
-    async def _by_endpoint(
-        self, done: set[str], writer: SampleWriter, progress: Progress
-    ) -> None:
+    async def _by_endpoint(self, done: set[str], writer: SampleWriter, progress: Progress) -> None:
         """Ask the server; commit a part whenever enough answers have come in, in any order."""
         progress.phase("generating")
         settings = self.config.generate
@@ -145,18 +144,32 @@ class Generate(Stage):
         seen = {name for row in self.store.rows() for name in row["sample_ids"]}
         pending: list[Sample | Rejected] = []
         try:
-            async for prompt, answer in answers(todo, settings, self.config.target.model):
-                pending.append(
-                    answer if isinstance(answer, Rejected) else self._from_answer(prompt, answer)
-                )
-                if len(pending) >= settings.part_size:
-                    self._commit(pending, seen, writer, progress)
-                    pending = []
-                    progress.check_stop()
+            async with aclosing(answers(todo, settings, self.config.target.model)) as stream:
+                async for prompt, answer in stream:
+                    pending.append(
+                        answer
+                        if isinstance(answer, Rejected)
+                        else self._from_answer(prompt, answer)
+                    )
+                    if len(pending) >= settings.part_size:
+                        self._commit(pending, seen, writer, progress)
+                        pending = []
+                        self._require_usable(seen)
+                        progress.check_stop()
         finally:
             # What has been answered is paid for: keep it whatever ends the loop.
             if pending:
                 self._commit(pending, seen, writer, progress)
+
+    def _require_usable(self, seen: set[str]) -> None:
+        """Raises DraftworksError when not one answer so far can be used, rather than asking for
+        the rest in vain."""
+        if not seen:
+            raise DraftworksError(
+                f"generate: none of the first {len(self.store.conversations()):,} answers can be "
+                f"used: {dict(self.store.rejected())}. Look at the server and its settings, then "
+                f"remove {self.directory} and start again."
+            )
 
     def _from_answer(self, prompt: Prompt, answer: Answer) -> Sample | Rejected:
         """Token ids of a served answer: the server's own where it tells them, otherwise prompt
@@ -173,11 +186,11 @@ class Generate(Stage):
         prompt_ids = self.encode(prompt)
         text = answer.text
         opening = self.config.generate.reasoning_open
-        if tokenizer.decode(prompt_ids[-8:]).rstrip().endswith(opening):
+        if self.target.text(prompt_ids[-8:], special=True).rstrip().endswith(opening):
             # The template has opened the reasoning already.
             text = text.removeprefix(opening)
         ids = tokenizer.encode(text, add_special_tokens=False)
-        if tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text:
+        if self.target.text(ids, special=True) != text:
             return Rejected(prompt.id, "tokenisation does not give the text back")
         if answer.finish_reason == "stop" and tokenizer.eos_token_id is not None:
             ids.append(int(tokenizer.eos_token_id))
@@ -221,10 +234,6 @@ class Generate(Stage):
                     samples.append(item)
         writer.commit(samples, rejected)
         progress.advance(len(results))
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        text: str = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
 
     @property
     def _room(self) -> int:

@@ -152,9 +152,9 @@ class Publish(Stage):
             f'{{"method": "eagle3", "model": "THIS_FOLDER", '
             f'"num_speculative_tokens": {settings.draft_tokens}}}\''
             if form == "speculators"
-            else "python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE3 "
-            f"--speculative-draft-model-path THIS_FOLDER --speculative-num-steps "
-            f"{settings.draft_tokens} --speculative-eagle-topk 1 "
+            else "python -m sglang.launch_server --model-path TARGET "
+            "--speculative-algorithm EAGLE3 --speculative-draft-model-path THIS_FOLDER "
+            f"--speculative-num-steps {settings.draft_tokens} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {settings.draft_tokens + 1}"
         )
         return (

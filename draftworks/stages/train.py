@@ -47,10 +47,14 @@ class Train(Stage):
         chosen = self.config.train.drafter
         text = self.target.text_config
         heads = chosen.heads or int(text["num_attention_heads"])
-        rope = chosen.rope or text.get("rope_parameters") or {
-            "rope_type": "default",
-            "rope_theta": float(text.get("rope_theta", 10_000.0)),
-        }
+        rope = (
+            chosen.rope
+            or text.get("rope_parameters")
+            or {
+                "rope_type": "default",
+                "rope_theta": float(text.get("rope_theta", 10_000.0)),
+            }
+        )
         return DrafterShape(
             hidden_size=self.target.hidden_size,
             intermediate_size=chosen.intermediate_size or int(text["intermediate_size"]),
@@ -70,9 +74,7 @@ class Train(Stage):
         return {"train": self.config.train.identity()}
 
     def plan(self) -> Plan:
-        parameters = sum(
-            parameter.numel() for parameter in self._empty_drafter().parameters()
-        )
+        parameters = sum(parameter.numel() for parameter in self._empty_drafter().parameters())
         copies = self.config.train.keep_checkpoints + 1
         return Plan(
             self.name,
@@ -169,9 +171,7 @@ class Train(Stage):
             drafter.load_state_dict(checkpoint.weights)
         else:
             used = self.of(Vocab).vocabulary().used
-            drafter.initialize(
-                self.target.head()[used], self.target.norm(), self.config.train.seed
-            )
+            drafter.initialize(self.target.head()[used], self.target.norm(), self.config.train.seed)
         return drafter
 
     def _empty_drafter(self) -> Drafter:

@@ -57,9 +57,7 @@ class Checkpoints:
         model.load_state_dict(load_file(folder / "model.safetensors"))
         moments = load_file(folder / "optimizer.safetensors")
         for name, parameter in model.named_parameters():
-            optimizer.state[parameter] = {
-                moment: moments[f"{name}/{moment}"] for moment in MOMENTS
-            }
+            optimizer.state[parameter] = {moment: moments[f"{name}/{moment}"] for moment in MOMENTS}
         return steps[-1]
 
     def _path(self, step: int) -> Path:

@@ -83,7 +83,8 @@ class Trainer:
         )
         validation = None
         for step in range(done + 1, len(plan) + 1):
-            metrics.append(self._step(step, len(plan), list(itertools.islice(packs, len(plan[step - 1])))))
+            group = list(itertools.islice(packs, len(plan[step - 1])))
+            metrics.append(self._step(step, len(plan), group))
             last = step == len(plan)
             if last or step % self.config.validate_every == 0:
                 validation = self.validate()
