@@ -62,6 +62,8 @@ class PromptsConfig(Settings):
 class EndpointConfig(Settings):
     """An OpenAI-compatible server that runs the target."""
 
+    block: str | None = Field(None, json_schema_extra=OPERATIONAL)
+    """Name of a 'Draftworks endpoint' block whose values replace those below."""
     base_url: str = Field("http://127.0.0.1:8000/v1", json_schema_extra=OPERATIONAL)
     """Address up to and including /v1."""
     model: str = Field("", json_schema_extra=OPERATIONAL)

@@ -154,7 +154,7 @@ class Drafter(nn.Module):
         query, key, value = self.layer.self_attn.project(inputs, rotary)
         mixed = attend(query, key, value).transpose(0, 1).flatten(1)
         out = residual + self.layer.self_attn.o_proj(mixed)
-        return out + cast("Tensor", self.layer.mlp(self.layer.post_attention_layernorm(out)))
+        return cast("Tensor", out + self.layer.mlp(self.layer.post_attention_layernorm(out)))
 
 
 class PackedAttend:

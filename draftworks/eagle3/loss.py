@@ -45,7 +45,7 @@ def draft_loss(
     student: [K, M, H] normed outputs; head: [N, H]; weights: [K, M], zero where a row does not
     count. Returns sum(weights * CE) with gradients to `student` and `head`.
     """
-    loss, guesses = _ChunkedCrossEntropy.apply(student, head, teacher, weights, guess)
+    loss, guesses = _ChunkedCrossEntropy.apply(student, head, teacher, weights, guess)  # type: ignore[no-untyped-call]
     return DraftLoss(loss, guesses)
 
 

@@ -1,8 +1,10 @@
 """The stages, in the order in which they first can run."""
 
+import shutil
+
 from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
-from draftworks.stages.base import Check, Stage, check
+from draftworks.stages.base import Check, Plan, Stage, check, size
 from draftworks.stages.evaluate import Evaluate
 from draftworks.stages.extract import Extract
 from draftworks.stages.generate import Generate
@@ -28,15 +30,33 @@ def check_all(config: PipelineConfig, workspace: Workspace) -> list[tuple[str, C
 
     When prompts or target cannot be read, the checks that need them are left out.
     """
-    checks = [("pipeline", check("workspace", lambda: writable(workspace)))]
+    checks = [("pipeline", check("workspace", lambda: _writable(workspace)))]
     for stage in STAGES.values():
         found = stage(config, workspace).prepare()
         checks += [(stage.name, item) for item in found]
         if stage is Generate and not all(item.passed for item in found):
-            break
+            return checks
+    checks.append(("pipeline", check("disk space", lambda: _room(config, workspace))))
     return checks
 
 
-def writable(workspace: Workspace) -> str:
+def plan_all(config: PipelineConfig, workspace: Workspace) -> list[Plan]:
+    """The plans of all stages."""
+    return [stage(config, workspace).plan() for stage in STAGES.values()]
+
+
+def _writable(workspace: Workspace) -> str:
     workspace.require_writable()
     return str(workspace.root)
+
+
+def _room(config: PipelineConfig, workspace: Workspace) -> str:
+    """What all stages together will write against what is free."""
+    needed = sum(plan.bytes for plan in plan_all(config, workspace))
+    free = shutil.disk_usage(workspace.root).free
+    if needed > free:
+        raise DraftworksError(
+            f"the pipeline will write {size(needed)} and {workspace.root} has {size(free)} free. "
+            "Free some or choose another `workspace`."
+        )
+    return f"needs {size(needed)} of {size(free)} free"

@@ -1,6 +1,5 @@
 """What a stage is: four functions over a config and a workspace, and an identity."""
 
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -112,14 +111,6 @@ class Stage(ABC):
             verdict = self.of(cls).verify(deep=False)
             if not verdict.complete:
                 raise DraftworksError(f"{self.name} cannot start. {verdict.sentence}")
-
-    def disk_check(self) -> Check:
-        """Whether the planned bytes fit on the workspace's disk."""
-        self.workspace.root.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.workspace.root).free
-        needed = self.plan().bytes
-        detail = f"needs {size(needed)}, free {size(free)} on {self.workspace.root}"
-        return Check("disk space", needed < free, detail)
 
     @abstractmethod
     def settings(self) -> Mapping[str, Any]:

@@ -14,10 +14,11 @@ import torch
 from draftworks.eagle3.acceptance import Acceptance
 from draftworks.engines.reference import ReferenceEngine
 from draftworks.engines.speculation import Speculator
+from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
 from draftworks.records.manifest import ManifestWriter, read_manifest, rewrite_manifest
 from draftworks.records.samples import Sample
-from draftworks.stages.base import Check, Plan, Stage, Verdict
+from draftworks.stages.base import Check, Plan, Stage, Verdict, check
 from draftworks.stages.extract import Extract
 from draftworks.stages.generate import Generate
 from draftworks.stages.train import Train
@@ -51,7 +52,7 @@ class Evaluate(Stage):
         return Plan(self.name, count, self.unit, count * 1000, ("held-out conversations",))
 
     def prepare(self) -> list[Check]:
-        return [self.disk_check()]
+        return [check("held-out prompts", self._enough_prompts)]
 
     def run(self, progress: Progress) -> None:
         self.require_inputs()
@@ -96,6 +97,13 @@ class Evaluate(Stage):
             return {}
         record: dict[str, Any] = json.loads(self.record_file.read_text())
         return record
+
+    def _enough_prompts(self) -> str:
+        prompts = len(self.of(Generate).prompts)
+        if prompts < 2:
+            raise DraftworksError("one prompt cannot be split into training and validation")
+        held_out = max(1, round(prompts * self.config.train.validation_share))
+        return f"{min(held_out, self.config.evaluate.prompts)} of {held_out} held-out prompts"
 
     def _held_out(self) -> list[Sample]:
         """The evaluated samples: whole conversations that training never saw."""

@@ -57,7 +57,6 @@ class Generate(Stage):
         ]
         if all(item.passed for item in checks):
             checks.append(check("prompts fit the context", self._prompts_fit))
-            checks.append(self.disk_check())
         if self.config.generate.engine == "endpoint":
             checks.append(check("endpoint", self._endpoint_answers))
         return checks

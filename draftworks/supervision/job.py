@@ -3,6 +3,7 @@
 Its directory holds
 
     lock           held (flock) by the job for its whole life: the liveness test
+    pid            of the process, which leads a process group of its own
     status.json    phase, counted units, heartbeat; rewritten atomically while it runs
     exit.json      how the last run ended; absent while it runs or when it was killed
     history.jsonl  one row per run: started, ended, outcome
@@ -64,6 +65,7 @@ class Job:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.log = directory / "log"
+        self.pid_file = directory / "pid"
 
     def launch_or_attach(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
         """Start `command` detached, unless the job runs already. Returns whether it started.
@@ -78,7 +80,7 @@ class Job:
         try:
             close_last_run(self.directory)
             with self.log.open("ab") as log:
-                subprocess.Popen(
+                process = subprocess.Popen(
                     command,
                     env={**environment, LOCK_DESCRIPTOR: str(descriptor)},
                     stdin=subprocess.DEVNULL,
@@ -87,12 +89,13 @@ class Job:
                     pass_fds=(descriptor,),
                     start_new_session=True,
                 )
+            self.pid_file.write_text(str(process.pid))
         finally:
             os.close(descriptor)
         return True
 
     def state(self) -> State:
-        if self._alive():
+        if self.alive():
             status = self.status()
             beat = status.heartbeat if status else time.time()
             return State.STALLED if time.time() - beat > STALLED_SECONDS else State.RUNNING
@@ -117,19 +120,32 @@ class Job:
 
     def stop(self) -> bool:
         """Ask the job to end at its next unit boundary. Returns whether there was one."""
-        status = self.status()
-        if not self._alive() or status is None:
-            return False
-        os.kill(status.pid, signal.SIGTERM)
-        return True
+        return self._signal(signal.SIGTERM)
+
+    def end(self, grace: float) -> None:
+        """Ask, wait `grace` seconds, then kill the whole process group. Returns when it is gone."""
+        if self._signal(signal.SIGTERM) and not self.wait(grace):
+            self._signal(signal.SIGKILL)
+            self.wait(grace)
 
     def wait(self, timeout: float) -> bool:
         """Wait until the job is gone. Returns False when it still runs after `timeout` s."""
         deadline = time.monotonic() + timeout
-        while self._alive():
+        while self.alive():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
+        return True
+
+    def _signal(self, number: signal.Signals) -> bool:
+        """Send to the process, SIGKILL to its whole group. Returns whether it lives."""
+        if not self.alive():
+            return False
+        pid = int(self.pid_file.read_text())
+        try:
+            os.killpg(pid, number) if number == signal.SIGKILL else os.kill(pid, number)
+        except ProcessLookupError:
+            return False
         return True
 
     def tail(self, lines: int = 15) -> str:
@@ -139,7 +155,7 @@ class Job:
         with self.log.open(encoding="utf-8", errors="replace") as file:
             return "".join(deque(file, lines)).rstrip()
 
-    def _alive(self) -> bool:
+    def alive(self) -> bool:
         """Whether somebody holds the lock. A shared lock asks without standing in the way."""
         try:
             descriptor = os.open(self.directory / "lock", os.O_RDWR)
@@ -204,6 +220,8 @@ def held_lock(directory: Path) -> Iterator[bool]:
         descriptor = acquire_lock(directory)
         if descriptor is not None:
             close_last_run(directory)
+    if descriptor is not None:
+        (directory / "pid").write_text(str(os.getpid()))
     try:
         yield descriptor is not None
     finally:

@@ -140,7 +140,7 @@ class Trainer:
                     normaliser,
                     self.config.step_decay,
                 )
-            outcome.loss.backward()  # type: ignore[no-untyped-call]
+            outcome.loss.backward()
             total += float(outcome.loss.detach())
         if not math.isfinite(total):
             raise DraftworksError(

@@ -1,0 +1,62 @@
+"""One flow per stage: gate of its inputs, preparation, job, gate of its output.
+
+Each runs alone too, from its own deployment, on the host that holds the data.
+"""
+
+from prefect import flow, get_run_logger
+
+from blocks import with_blocks
+from draftworks.config import PipelineConfig
+from draftworks.stages import stage_named
+from tasks.gates import found, gate
+from tasks.jobs import run_job, stop_job
+from tasks.places import stage_of
+from tasks.preparation import prepare
+
+
+@flow(name="generate", on_cancellation=[stop_job])
+def generate(config: PipelineConfig) -> None:
+    """The target answers the prompts."""
+    _run("generate", config)
+
+
+@flow(name="vocab", on_cancellation=[stop_job])
+def vocab(config: PipelineConfig) -> None:
+    """The tokens that the drafter can propose."""
+    _run("vocab", config)
+
+
+@flow(name="extract", on_cancellation=[stop_job])
+def extract(config: PipelineConfig) -> None:
+    """The target's hidden states of every sample."""
+    _run("extract", config)
+
+
+@flow(name="train", on_cancellation=[stop_job])
+def train(config: PipelineConfig) -> None:
+    """The drafter, by training-time test."""
+    _run("train", config)
+
+
+@flow(name="evaluate", on_cancellation=[stop_job])
+def evaluate(config: PipelineConfig) -> None:
+    """Acceptance by real speculation, beside the estimate."""
+    _run("evaluate", config)
+
+
+@flow(name="publish", on_cancellation=[stop_job])
+def publish(config: PipelineConfig) -> None:
+    """The drafter in the forms that engines load."""
+    _run("publish", config)
+
+
+def _run(name: str, config: PipelineConfig) -> None:
+    config = with_blocks(config)
+    for source in stage_named(name).inputs:
+        gate(source.name, config)
+    if found(stage_of(name, config)):
+        get_run_logger().info("%s is there already; nothing to do", name)
+        return
+    prepare(name, config)
+    run_job(name, config)
+    gate(name, config)

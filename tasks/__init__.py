@@ -1,0 +1,1 @@
+"""How one step runs under Prefect: gates, preparation, jobs, reports."""

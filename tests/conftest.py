@@ -1,0 +1,112 @@
+"""A tiny target with a real tokenizer, and a pipeline around it that runs in seconds."""
+
+import json
+import os
+from importlib import resources
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftworks.config import PipelineConfig
+from draftworks.target import Target
+
+CHATML = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VOCABULARY = 320
+
+
+@pytest.fixture(scope="session")
+def prompt_texts() -> list[str]:
+    """The shipped prompts, short ones first."""
+    source = resources.files("draftworks") / "data" / "prompts.jsonl"
+    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    return sorted((row["prompt"] for row in rows if "prompt" in row), key=len)
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory, prompt_texts: list[str]) -> Target:
+    """A random Llama of 8 layers with a byte-level BPE tokenizer and a ChatML template, in
+    Hugging Face form. Its wide initial weights keep greedy answers from repeating themselves."""
+    folder = tmp_path_factory.mktemp("tiny-target")
+    tokenizer = chat_tokenizer(prompt_texts)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=512,
+            initializer_range=0.1,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return Target(str(folder), folder)
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path, tiny_target: Target, prompt_texts: list[str]) -> PipelineConfig:
+    """24 prompts, answered with 24 tokens each; the workspace and the prompts lie in tmp_path."""
+    return build_config(tmp_path, tiny_target, prompt_texts[:24])
+
+
+def build_config(folder: Path, target: Target, prompts: list[str]) -> PipelineConfig:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(text) + "\n" for text in prompts), encoding="utf-8")
+    return PipelineConfig.model_validate(
+        {
+            "name": "tiny",
+            "workspace": str(folder / "workspace"),
+            "target": {"model": str(target.folder)},
+            "prompts": {"path": str(path)},
+            "generate": {"max_new_tokens": 24, "keep_truncated": True, "part_size": 8},
+            "vocab": {"size": 128},
+            "train": {
+                "epochs": 2,
+                "pack_tokens": 256,
+                "learning_rate": 0.001,
+                "validation_share": 0.25,
+                "checkpoint_every": 4,
+                "validate_every": 8,
+            },
+            # A handful of prompts and a drafter that has hardly learnt: the two measures of its
+            # acceptance scatter far more than those of a real run.
+            "evaluate": {"prompts": 6, "max_new_tokens": 24, "batch": 4, "tolerance": 0.9},
+        }
+    )
+
+
+def chat_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts[:50], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHATML,
+    )
