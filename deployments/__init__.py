@@ -3,6 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+DEMO = "smollm2-demo"
 POOLS = {
     "cpu": "Orchestration: pipelines, on any machine that reaches the server.",
     "gpu": "The work: one worker on each host that holds data and GPUs.",

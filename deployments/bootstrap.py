@@ -22,11 +22,9 @@ from prefect.states import Crashed
 from prefect.variables import Variable
 
 from blocks import BLOCKS
-from deployments import POOLS, ROOT
+from deployments import DEMO, POOLS, ROOT
 from draftworks.config import load, recipes
 from draftworks.errors import DraftworksError
-
-DEMO = "smollm2-demo"
 
 
 def bootstrap(workspace: Path, demo: str = DEMO) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from deployments import ROOT
+from deployments import DEMO, ROOT
 from deployments.stack import Stack
 from draftworks import bundled
 from draftworks.config import PipelineConfig, load
@@ -25,7 +25,8 @@ from draftworks.errors import DraftworksError
 from draftworks.report.model import Report
 from draftworks.report.page import percent
 from draftworks.report.plots import duration
-from draftworks.stages import STAGES, Publish
+from draftworks.stages import STAGES
+from draftworks.stages.publish import Publish
 from draftworks.supervision.job import Job, State
 from draftworks.workspace import Workspace
 
@@ -38,21 +39,18 @@ def demo(recipe: str, home: Path) -> Path:
 
     Raises DraftworksError with the run's last words when it does not complete.
     """
-    config = load(recipe)
+    config, stack = load(recipe), Stack(home)
     if config.target.model == bundled.NAME:
         with console.status("fetching the model, once"):
             console.print(f"target     {bundled.fetch()}")
-    config = config.model_copy(update={"workspace": str(home / "workspace")})
-    stack = Stack(home)
+    config = config.model_copy(update={"workspace": str(stack.workspace)})
     jobs = jobs_of(config)
     try:
         with console.status("starting Prefect"):
             stack.down()  # what a killed demo left behind; its jobs are attached to, not ended
-            stack.up_server()
-            bootstrap(stack, recipe, home / "workspace")
-            stack.up_workers()
+            stack.up(recipe)
         console.print(f"Prefect UI {stack.url}")
-        run_pipeline(stack, recipe, jobs)
+        run_pipeline(stack, jobs)
     finally:
         stack.down()
         for job in jobs.values():
@@ -67,23 +65,9 @@ def jobs_of(config: PipelineConfig) -> dict[str, Job]:
     return {name: Job(stage(config, workspace).job_directory) for name, stage in STAGES.items()}
 
 
-def bootstrap(stack: Stack, recipe: str, workspace: Path) -> None:
-    """Pools, recipe and deployments, in a process that sees this stack's server."""
-    command = [sys.executable, "-m", "deployments.bootstrap", "--workspace", str(workspace)]
-    done = subprocess.run(
-        [*command, "--demo", recipe, "--no-worker-lives"],
-        cwd=ROOT,
-        env=stack.environment,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise DraftworksError(done.stderr.strip() or done.stdout.strip())
-
-
-def run_pipeline(stack: Stack, recipe: str, jobs: dict[str, Job]) -> None:
+def run_pipeline(stack: Stack, jobs: dict[str, Job]) -> None:
     """`prefect deployment run pipeline/smollm2-demo --watch`, with the jobs' progress shown."""
-    command = [sys.executable, "-m", "prefect", "deployment", "run", "pipeline/smollm2-demo"]
+    command = [sys.executable, "-m", "prefect", "deployment", "run", f"pipeline/{DEMO}"]
     log = stack.home / "run.log"
     with log.open("w") as output:
         run = subprocess.Popen(
@@ -98,7 +82,6 @@ def run_pipeline(stack: Stack, recipe: str, jobs: dict[str, Job]) -> None:
         run.terminate()
         run.wait()
     if run.returncode:
-        faults = [f"{name}: {job.exit().get('error')}" for name, job in jobs.items() if job.exit()]
         raise DraftworksError(f"the pipeline did not complete.\n{log.read_text().strip()}")
 
 
@@ -112,7 +95,7 @@ def show_progress(run: subprocess.Popen[bytes], jobs: dict[str, Job]) -> None:
         console=console,
         disable=not console.is_terminal,
     )
-    lines: dict[str, float] = {}
+    printed: dict[str, tuple[str, float]] = {}
     with bars:
         shown = {
             name: bars.add_task(name, start=False, total=None, count="waiting") for name in jobs
@@ -123,17 +106,19 @@ def show_progress(run: subprocess.Popen[bytes], jobs: dict[str, Job]) -> None:
                 if status is None:
                     continue
                 ended = state not in (State.RUNNING, State.STALLED)
-                count = f"{status.phase} {status.done:,}/{status.total:,} {status.unit}"
-                count = f"{state.value} {status.done:,} {status.unit}" if ended else count
+                word = state.value if ended else status.phase
+                count = f"{word}, {status.done:,} of {status.total:,} {status.unit}"
+                count = count if status.total else word
                 bars.start_task(shown[name])
                 bars.update(
                     shown[name], total=status.total or None, completed=status.done, count=count
                 )
                 if ended:
                     bars.stop_task(shown[name])
-                if not console.is_terminal and time.monotonic() >= lines.get(name, 0.0):
-                    console.print(f"{name:<9}  {count}")
-                    lines[name] = float("inf") if ended else time.monotonic() + LINE_SECONDS
+                last, due = printed.get(name, ("", 0.0))
+                if not console.is_terminal and count != last and (ended or time.monotonic() > due):
+                    console.print(f"{name:<9} {count}")
+                    printed[name] = (count, time.monotonic() + LINE_SECONDS)
             time.sleep(0.3)
 
 
@@ -173,7 +158,7 @@ def show_result(path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", default="smollm2-demo", help="recipe or config file")
+    parser.add_argument("--recipe", default=DEMO, help="recipe or config file")
     parser.add_argument("--home", type=Path, default=ROOT / ".draftworks")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _interrupt)

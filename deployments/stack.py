@@ -6,13 +6,14 @@ Each is a supervised process (its lock says whether it lives), so a second start
 
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import httpx
 
-from deployments import POOLS, ROOT
+from deployments import DEMO, POOLS, ROOT
 from draftworks.errors import DraftworksError
 from draftworks.supervision.job import Job
 
@@ -27,6 +28,7 @@ class Stack:
         self.home = home.expanduser().absolute()
         self.server = Job(self.home / "services" / "server")
         self.workers = {pool: Job(self.home / "services" / f"worker-{pool}") for pool in POOLS}
+        self.workspace = self.home / "workspace"
         self._port_file = self.home / "services" / "port"
 
     @property
@@ -54,8 +56,39 @@ class Stack:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
 
-    def up_server(self) -> None:
-        """Start the server, or find it running. Raises DraftworksError when it does not answer."""
+    def up(self, demo: str = DEMO) -> None:
+        """Start what does not run, and deploy. Running it again changes nothing.
+
+        demo: recipe or config file of the deployment `smollm2-demo`. Raises DraftworksError with
+        the last words of what did not start.
+        """
+        fresh = not self.running
+        self._up_server()
+        command = [sys.executable, "-m", "deployments.bootstrap", "--demo", demo]
+        done = subprocess.run(
+            [
+                *command,
+                *("--workspace", str(self.workspace)),
+                # Only the workers started below can run anything on a server that was down.
+                *(["--no-worker-lives"] if fresh else []),
+            ],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise DraftworksError(done.stderr.strip() or done.stdout.strip())
+        for pool, job in self.workers.items():
+            worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool]
+            job.launch_or_attach([*worker, "--name", f"{pool}-worker"], self.environment)
+
+    def down(self) -> None:
+        """End workers and server, and wait until they are gone."""
+        for job in (*self.workers.values(), self.server):
+            job.end(grace=15)
+
+    def _up_server(self) -> None:
         if not self.running:
             self._port_file.parent.mkdir(parents=True, exist_ok=True)
             self._port_file.write_text(str(free_port()))
@@ -70,17 +103,6 @@ class Stack:
                     f"({self.server.log}):\n{self.server.tail()}"
                 )
             time.sleep(0.2)
-
-    def up_workers(self) -> None:
-        """Start one worker for each pool, or find it running. The pools must exist."""
-        for pool, job in self.workers.items():
-            command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool]
-            job.launch_or_attach([*command, "--name", f"{pool}-worker"], self.environment)
-
-    def down(self) -> None:
-        """End workers and server, and wait until they are gone."""
-        for job in (*self.workers.values(), self.server):
-            job.end(grace=15)
 
 
 def free_port() -> int:

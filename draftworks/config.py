@@ -280,7 +280,11 @@ def load(source: str) -> PipelineConfig:
         raise DraftworksError(
             f"config {source}: neither a file nor a recipe ({', '.join(recipes())})"
         )
-    return parse(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DraftworksError(f"{path}: not UTF-8 text: {error.reason}") from None
+    return parse(text, str(path))
 
 
 def parse(text: str, origin: str) -> PipelineConfig:
@@ -292,9 +296,14 @@ def parse(text: str, origin: str) -> PipelineConfig:
     except ValidationError as error:
         faults = [
             f"  {'.'.join(str(part) for part in fault['loc']) or 'config'}: {fault['msg']}"
-            + ("" if isinstance(fault["input"], dict) else f" (found {json.dumps(fault['input'])})")
+            + ("" if isinstance(found := fault["input"], dict) else f" (found {_shown(found)})")
             for fault in error.errors()
         ]
         raise DraftworksError(
             f"{origin}: {len(faults)} wrong settings\n" + "\n".join(faults)
         ) from None
+
+
+def _shown(value: Any) -> str:
+    """As JSON; YAML also knows dates and bytes, which have none."""
+    return json.dumps(value, default=str)

@@ -5,6 +5,7 @@ takes from its target, looked up in the safetensors index so that the rest of th
 (547 GB for Kimi-K2.5) stays unread.
 """
 
+import hashlib
 import json
 import struct
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from draftworks import bundled
 from draftworks.config import TargetConfig
@@ -45,7 +46,7 @@ class Target:
         """
         if config.model == bundled.NAME:
             folder = bundled.folder()
-        elif Path(config.model).expanduser().is_dir():
+        elif config.model and Path(config.model).expanduser().is_dir():
             folder = Path(config.model).expanduser().absolute()
         else:
             folder = _from_hub(config)
@@ -69,8 +70,11 @@ class Target:
     @cached_property
     def text_config(self) -> dict[str, Any]:
         """config.json of the language model itself (inside `text_config` when multimodal)."""
-        config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        config = _json(self.folder / "config.json")
         text: dict[str, Any] = config.get("text_config", config)
+        for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
+            if not isinstance(text.get(name), int):
+                raise DraftworksError(f"target {self.folder}: config.json has no number {name}")
         return text
 
     @property
@@ -96,8 +100,7 @@ class Target:
 
     @property
     def architectures(self) -> list[str]:
-        config = json.loads((self.folder / "config.json").read_text())
-        return list(config.get("architectures", []))
+        return list(_json(self.folder / "config.json").get("architectures", []))
 
     def auxiliary_layers(self, wanted: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Canonical ids of the three auxiliary states: k = the state after k layers.
@@ -117,9 +120,15 @@ class Target:
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(
-            self.folder, trust_remote_code=self.trust_remote_code
-        )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                self.folder, trust_remote_code=self.trust_remote_code
+            )
+        except Exception as error:
+            raise DraftworksError(
+                f"target {self.folder}: the tokenizer cannot be loaded "
+                f"({type(error).__name__}: {error})"
+            ) from error
         if not tokenizer.chat_template:
             raise DraftworksError(
                 f"target {self.folder}: the tokenizer has no chat template; a base model "
@@ -148,7 +157,7 @@ class Target:
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
             if path.is_file():
-                eos = json.loads(path.read_text()).get("eos_token_id")
+                eos = _json(path).get("eos_token_id")
                 found.update([eos] if isinstance(eos, int) else eos or [])
         if self.tokenizer.eos_token_id is not None:
             found.add(int(self.tokenizer.eos_token_id))
@@ -159,7 +168,9 @@ class Target:
         """Tensor name -> the safetensors file that holds it; from the index or the headers."""
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = _json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise DraftworksError(f"target {index}: no weight_map; download it again")
             return {name: self.folder / file for name, file in weight_map.items()}
         return {
             name: path
@@ -172,7 +183,8 @@ class Target:
     def fingerprint(self) -> str:
         """Digest of what the target is, in milliseconds at any size.
 
-        Covers config and tokenizer by content and every weight file by name, size and header.
+        Covers config and tokenizer by content and every weight file by name, size, header and
+        blocks spread over it: after a fine-tuning only the values differ.
         """
         texts = {
             path.name: path.read_text(errors="replace")
@@ -180,7 +192,7 @@ class Target:
             for path in sorted(self.folder.glob(pattern))
         }
         weights = [
-            (path.name, path.stat().st_size, digest(_header(path)))
+            (path.name, path.stat().st_size, digest(_header(path)), _sampled(path))
             for path in sorted(set(self.weight_files.values()))
             if path.is_file()
         ]
@@ -222,16 +234,50 @@ class Target:
                 f"target {self.folder}: {path.name} holds {name} but is missing; "
                 "download that shard"
             )
-        with safe_open(path, framework="pt") as weights:
-            return cast("Tensor", weights.get_tensor(name))
+        try:
+            with safe_open(path, framework="pt") as weights:
+                return cast("Tensor", weights.get_tensor(name))
+        except SafetensorError as error:
+            raise DraftworksError(
+                f"target {self.folder}: {path.name} is damaged ({error}); download it again"
+            ) from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises DraftworksError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DraftworksError(f"target {path}: not JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise DraftworksError(f"target {path}: not a JSON object; download it again")
+    return value
 
 
 def _header(path: Path) -> dict[str, Any]:
     """The JSON header of a safetensors file: an 8-byte little-endian length, then JSON."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header: dict[str, Any] = json.loads(file.read(length))
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no object")
+    except (OSError, ValueError, struct.error) as error:
+        raise DraftworksError(
+            f"target {path}: no safetensors file ({error}); download it again"
+        ) from None
     return header
+
+
+def _sampled(path: Path) -> str:
+    """SHA-256 over 16 blocks of 4 kB, evenly spread over a file."""
+    found = hashlib.sha256()
+    size = path.stat().st_size
+    with path.open("rb", buffering=0) as file:
+        for block in range(16):
+            file.seek(size * block // 16)
+            found.update(file.read(4096))
+    return found.hexdigest()
 
 
 def _from_hub(config: TargetConfig) -> Path:

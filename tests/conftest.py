@@ -1,7 +1,9 @@
-"""A tiny target with a real tokenizer, and a pipeline around it that runs in seconds."""
+"""A tiny target with a real tokenizer, a pipeline around it that runs in seconds, a full disk."""
 
 import json
 import os
+import subprocess
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -22,6 +24,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 VOCABULARY = 320
+STOPS = [1, *range(40, 48)]
+"""<|im_end|>, and some common bytes, so that about half of the answers end before their limit."""
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +57,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory, prompt_texts: list[str
             initializer_range=0.1,
             tie_word_embeddings=False,
             bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=STOPS,
         )
     )
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -110,3 +114,17 @@ def chat_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHATML,
     )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    folder = tmp_path / "small-disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)

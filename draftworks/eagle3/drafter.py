@@ -114,6 +114,18 @@ class Layer(nn.Module):
         self.mlp = MLP(shape)
 
 
+class Rotary(LlamaRotaryEmbedding):
+    """Rotary tables whose frequencies stay float32 whatever the drafter is cast to: rounded to
+    bfloat16 they turn far positions by whole radians."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, table in exact.items():
+            setattr(self, name, table.to(getattr(self, name).device))
+        return self
+
+
 class Drafter(nn.Module):
     """fc, layer, norm and head. The embeddings [V, H] are the target's, frozen, not a weight.
 
@@ -130,7 +142,7 @@ class Drafter(nn.Module):
         self.layer = Layer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
-        self.rotary = LlamaRotaryEmbedding(shape.llama_config())
+        self.rotary = Rotary(shape.llama_config())
         self.register_buffer("embeddings", embeddings, persistent=False)
 
     def initialize(self, head: Tensor, final_norm: Tensor, seed: int) -> None:

@@ -144,22 +144,35 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         tensors = load_file(folder / "model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise DraftworksError(f"drafter {folder} cannot be read: {error}") from None
+    try:
+        return _checkpoint(config, tensors)
+    except KeyError as error:
+        raise DraftworksError(f"drafter {folder}: no {error} in its config.json") from None
+    except DraftworksError as error:
+        raise DraftworksError(f"drafter {folder}: {error}") from None
+
+
+def _checkpoint(config: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
     form: Format = "speculators" if "speculators_model_type" in config else "eagle"
+    for flag in ("norm_before_fc", "norm_output"):
+        if config.get(flag):
+            raise DraftworksError(f"its {flag} is true: EAGLE-3.1, which this version cannot read")
     if missing := {"d2t", "t2d"} - tensors.keys():
-        raise DraftworksError(f"drafter {folder}: no {', '.join(sorted(missing))} in its weights")
+        raise DraftworksError(f"no {', '.join(sorted(missing))} in its weights")
     vocabulary = DraftVocabulary.from_offsets(tensors.pop("d2t"), tensors.pop("t2d"))
     tensors.pop("embed_tokens.weight", None)
     shape = _shape(config, form, len(vocabulary))
     weights = {_inside(name, form): tensor for name, tensor in tensors.items()}
-    _require_shapes(folder, shape, weights)
+    _require_shapes(shape, weights)
     return Checkpoint(shape, weights, vocabulary, _layers(config, form))
 
 
 def _shape(config: dict[str, Any], form: Format, draft_vocab_size: int) -> DrafterShape:
     layer = config["transformer_layer_config"] if form == "speculators" else config
+    scaling = layer.get("rope_scaling") or {}
     rope = layer.get("rope_parameters") or {
-        "rope_type": "default",
-        **(layer.get("rope_scaling") or {}),
+        **scaling,
+        "rope_type": scaling.get("rope_type") or scaling.get("type", "default"),
         "rope_theta": layer.get("rope_theta", 10_000.0),
     }
     heads = layer["num_attention_heads"]
@@ -189,26 +202,23 @@ def _layers(config: dict[str, Any], form: Format) -> tuple[int, int, int] | None
         return None
     if len(ids) != 3:
         raise DraftworksError(
-            f"drafter config lists {len(ids)} auxiliary layers {ids}; EAGLE-3 takes three "
+            f"its config lists {len(ids)} auxiliary layers {ids}; EAGLE-3 takes three "
             "(the last state is not one of them)"
         )
     return (ids[0] + shift, ids[1] + shift, ids[2] + shift)
 
 
-def _require_shapes(folder: Path, shape: DrafterShape, weights: dict[str, Tensor]) -> None:
+def _require_shapes(shape: DrafterShape, weights: dict[str, Tensor]) -> None:
     """Engines skip unknown names silently, so names and shapes are held against the drafter's."""
     with torch.device("meta"):
         expected = Drafter(shape, torch.empty(0)).state_dict()
     missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     if missing or unknown:
-        raise DraftworksError(
-            f"drafter {folder}: missing tensors {sorted(missing)}, unknown {sorted(unknown)}"
-        )
+        raise DraftworksError(f"missing tensors {sorted(missing)}, unknown {sorted(unknown)}")
     for name, tensor in expected.items():
         if weights[name].shape != tensor.shape:
             raise DraftworksError(
-                f"drafter {folder}: {name} is {list(weights[name].shape)}, its config says "
-                f"{list(tensor.shape)}"
+                f"{name} is {list(weights[name].shape)}, its config says {list(tensor.shape)}"
             )
 
 

@@ -71,17 +71,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             inputs = student[:, part].reshape(-1, student.shape[-1])
             logits = (inputs @ columns.T).to(wide).unflatten(0, (steps, -1))
             weight = weights[:, part]
+            # A row of weight zero may hold anything, so it is left out rather than multiplied.
+            absent = (weight == 0)[..., None]
             partition = logits.logsumexp(-1)
             expected = (logits * target).sum(-1)
-            # A row of weight zero may hold anything, so it is left out rather than multiplied.
-            total += torch.where(weight > 0, (partition - expected) * weight, 0).sum()
+            total += ((partition - expected) * weight).masked_fill(absent[..., 0], 0).sum()
             if guesses is not None:
                 guesses[:, part] = teacher.used[logits.argmax(-1)]
             if grad_student is not None and grad_head is not None:
                 slope = (logits - partition[..., None]).exp_().sub_(target).mul_(weight[..., None])
-                slope = slope.to(student.dtype).flatten(0, 1)
+                slope = slope.masked_fill_(absent, 0).to(student.dtype).flatten(0, 1)
                 grad_student[:, part] = (slope @ columns).unflatten(0, (steps, -1))
-                grad_head += slope.T @ inputs
+                grad_head += slope.T @ inputs.masked_fill(absent.flatten(0, 1), 0)
         ctx.save_for_backward(grad_student, grad_head)
         return total, guesses
 

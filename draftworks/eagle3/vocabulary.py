@@ -71,8 +71,12 @@ class DraftVocabulary:
             raise DraftworksError(
                 f"vocab.size {size} is larger than the target's vocabulary of {len(counts)}"
             )
+        if size < len(inside := set(always)):
+            raise DraftworksError(
+                f"vocab.size {size} has no room for the {len(inside)} tokens that must be in it"
+            )
         rank = counts.astype(np.int64).copy()
-        rank[list(always)] = np.iinfo(np.int64).max
+        rank[list(inside)] = np.iinfo(np.int64).max
         chosen = np.argsort(-rank, kind="stable")[:size]
         return cls(torch.from_numpy(np.sort(chosen)), len(counts))
 
@@ -91,7 +95,7 @@ class DraftVocabulary:
         try:
             tensors = load_file(path)
             return cls.from_offsets(tensors["d2t"], tensors["t2d"])
-        except (OSError, SafetensorError, KeyError) as error:
+        except (OSError, SafetensorError, KeyError, DraftworksError) as error:
             raise DraftworksError(f"draft vocabulary {path} cannot be read: {error}") from None
 
 

@@ -10,6 +10,7 @@ engine, version, dtype. A manifest row follows the file. This module runs inside
 processes too: torch, safetensors and the standard library only.
 """
 
+import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -42,14 +43,10 @@ class Convention:
     engine: str
     engine_version: str
 
-    def metadata(self) -> dict[str, str]:
-        return {
-            "layers": ",".join(map(str, self.layers)),
-            "norm_applied": str(self.norm_applied).lower(),
-            "dtype": self.dtype,
-            "engine": self.engine,
-            "engine_version": self.engine_version,
-        }
+    def metadata(self, sample_id: str) -> dict[str, str]:
+        """As one JSON text: safetensors writes several entries in an order of chance, and equal
+        states would have different checksums."""
+        return {"states": json.dumps({"id": sample_id, **asdict(self)}, sort_keys=True)}
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,7 @@ class StateStore:
         }
         if shapes != wanted:
             return f"shapes {shapes}, expected {wanted}"
-        if metadata != (expected := {**convention.metadata(), "id": row["id"]}):
+        if metadata != (expected := convention.metadata(row["id"])):
             return f"recorded as {metadata}, expected {expected}"
         return None
 
@@ -176,7 +173,7 @@ class StateWriter:
         self._check(sample_id, token_ids, states)
         path = self._store.path(sample_id)
         tensors = {name: tensor.contiguous() for name, tensor in vars(states).items()}
-        metadata = {**self._convention.metadata(), "id": sample_id}
+        metadata = self._convention.metadata(sample_id)
         commit_file(path, lambda temporary: save_file(tensors, temporary, metadata))
         self._manifest.append(
             {

@@ -49,15 +49,22 @@ class ManifestWriter:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
+        self._file = path.open("a+b", buffering=0)
         self._file.seek(0)
         content = self._file.read()
         self._file.truncate(content.rfind(b"\n") + 1)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        self._file.write(_line(row))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Add a row durably, or raise (a full disk) and leave the manifest as it was."""
+        line = _line(row)
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(end)
+            raise
 
     def close(self) -> None:
         self._file.close()

@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftworks.config import PromptsConfig
@@ -80,7 +81,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
             batches = pq.ParquetFile(path).iter_batches()
             rows = (row for batch in batches for row in batch.to_pylist())
             yield from enumerate((_without_nulls(row) for row in rows), start=1)
-        except OSError as error:  # pyarrow's ArrowInvalid and broken pages
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise DraftworksError(f"prompts {path}: not a readable Parquet file: {error}") from None
         return
     with path.open(encoding="utf-8") as file:
@@ -88,13 +89,16 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DraftworksError(
-                f"prompts {path.name} line {number}: not JSON ({error.msg} at column "
-                f"{error.colno}): {line.strip()[:60]!r}. Each line is {FORMS}."
-            ) from None
         except UnicodeDecodeError as error:
             raise DraftworksError(f"prompts {path}: not UTF-8 text: {error.reason}") from None
+        except (ValueError, RecursionError) as error:
+            fault = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                fault = f"{error.msg} at column {error.colno}"
+            raise DraftworksError(
+                f"prompts {path.name} line {number}: not JSON ({fault}): "
+                f"{line.strip()[:60]!r}. Each line is {FORMS}."
+            ) from None
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,11 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from draftworks.errors import DraftworksError
 from draftworks.workspace import commit_directory
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -49,13 +51,23 @@ class Checkpoints:
             shutil.rmtree(self._path(old))
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Load the newest checkpoint into both. Returns its step; 0 when there is none."""
+        """Load the newest checkpoint into both. Returns its step; 0 when there is none.
+
+        Raises DraftworksError when its files are damaged.
+        """
         steps = self.steps()
         if not steps:
             return 0
         folder = self._path(steps[-1])
-        model.load_state_dict(load_file(folder / "model.safetensors"))
-        moments = load_file(folder / "optimizer.safetensors")
+        try:
+            weights = load_file(folder / "model.safetensors")
+            moments = load_file(folder / "optimizer.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise DraftworksError(
+                f"checkpoint {folder} cannot be read: {error}. Remove this folder, and training "
+                "goes on from the checkpoint before it."
+            ) from None
+        model.load_state_dict(weights)
         for name, parameter in model.named_parameters():
             optimizer.state[parameter] = {moment: moments[f"{name}/{moment}"] for moment in MOMENTS}
         return steps[-1]

@@ -142,12 +142,15 @@ class Trainer:
                 )
             outcome.loss.backward()
             total += float(outcome.loss.detach())
-        if not math.isfinite(total):
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip_norm)
+        )
+        # Before the weights take it in: a gradient can break while its loss is still a number.
+        if not math.isfinite(total + norm):
             raise DraftworksError(
-                f"training step {step}: the loss is {total}. Lower train.learning_rate or "
-                "train.clip_norm; the newest checkpoint is kept."
+                f"training step {step}: the loss is {total}, the norm of its gradient {norm}. "
+                "Lower train.learning_rate or train.clip_norm; the newest checkpoint is kept."
             )
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
@@ -155,7 +158,7 @@ class Trainer:
             "step": step,
             "loss": total,
             "learning_rate": rate,
-            "gradient_norm": float(norm),
+            "gradient_norm": norm,
             "tokens_per_second": sum(len(pack.tokens) for pack in packs) / seconds,
         }
 
