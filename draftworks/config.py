@@ -36,7 +36,7 @@ class Settings(BaseModel):
 OPERATIONAL: dict[str, Any] = {"operational": True}
 
 
-class TargetConfig(Settings):
+class TargetConfig(Settings, title="Target"):
     """The model that the drafter is made for."""
 
     model: str = "smollm2-135m-instruct"
@@ -47,7 +47,7 @@ class TargetConfig(Settings):
     """Run Python code that ships with the model. Off unless you trust its author."""
 
 
-class PromptsConfig(Settings):
+class PromptsConfig(Settings, title="Prompts"):
     """Where the conversations come from."""
 
     path: str = Field("demo", json_schema_extra=OPERATIONAL)
@@ -59,7 +59,7 @@ class PromptsConfig(Settings):
     """Leave out prompts that do not fit the context, counted, instead of refusing the file."""
 
 
-class EndpointConfig(Settings):
+class EndpointConfig(Settings, title="Endpoint"):
     """An OpenAI-compatible server that runs the target."""
 
     block: str | None = Field(None, json_schema_extra=OPERATIONAL)
@@ -80,7 +80,7 @@ class EndpointConfig(Settings):
     """Sent with every request as is, such as {"chat_template_kwargs": {"thinking": true}}."""
 
 
-class GenerateConfig(Settings):
+class GenerateConfig(Settings, title="Generate"):
     """Answers of the target: the drafter learns from what its target really says."""
 
     engine: Literal["reference", "endpoint"] = "reference"
@@ -105,7 +105,7 @@ class GenerateConfig(Settings):
     """Its closing mark."""
 
 
-class VocabConfig(Settings):
+class VocabConfig(Settings, title="Draft vocabulary"):
     """The draft vocabulary: the target's most frequent tokens, so that the head stays small."""
 
     size: int = Field(32_000, ge=2)
@@ -114,7 +114,7 @@ class VocabConfig(Settings):
     """Tokens that are in whatever their count, beside the stop tokens (think and tool marks)."""
 
 
-class EngineConfig(Settings):
+class EngineConfig(Settings, title="Engine server"):
     """How a served engine is started for this target: data, with the reason for each flag."""
 
     tensor_parallel: int = Field(1, ge=1)
@@ -127,7 +127,7 @@ class EngineConfig(Settings):
     """Why each flag or variable is there."""
 
 
-class ExtractConfig(Settings):
+class ExtractConfig(Settings, title="Extract"):
     """Hidden states: what the drafter sees of its target, per token."""
 
     engine: Literal["reference", "vllm", "sglang"] = "reference"
@@ -142,7 +142,7 @@ class ExtractConfig(Settings):
     """Tokens of one forward pass of the reference engine."""
 
 
-class DrafterConfig(Settings):
+class DrafterConfig(Settings, title="Drafter"):
     """The drafter's shape. What is empty is taken from the target."""
 
     heads: int | None = Field(None, ge=1)
@@ -162,7 +162,7 @@ class DrafterConfig(Settings):
     speculation."""
 
 
-class TrainConfig(Settings):
+class TrainConfig(Settings, title="Train"):
     """EAGLE-3 training with training-time test."""
 
     drafter: DrafterConfig = DrafterConfig()
@@ -207,7 +207,7 @@ class TrainConfig(Settings):
     """Newest checkpoints kept."""
 
 
-class EvaluateConfig(Settings):
+class EvaluateConfig(Settings, title="Evaluate"):
     """Acceptance by real speculation, beside the estimate from the stored states."""
 
     draft_tokens: int = Field(3, ge=1, le=16)
@@ -224,14 +224,14 @@ class EvaluateConfig(Settings):
     """Largest relative difference between measured and estimated acceptance length."""
 
 
-class PublishConfig(Settings):
+class PublishConfig(Settings, title="Publish"):
     """The drafter in the forms that engines load."""
 
     formats: tuple[Literal["eagle", "speculators"], ...] = ("eagle", "speculators")
     """eagle: SGLang and vLLM. speculators: vLLM, also as --model."""
 
 
-class PipelineConfig(Settings):
+class PipelineConfig(Settings, title="Pipeline"):
     """Everything that decides a drafter, from prompts to published checkpoint."""
 
     name: str = Field("smollm2-demo", pattern=r"^[A-Za-z0-9._-]+$", json_schema_extra=OPERATIONAL)

@@ -100,16 +100,20 @@ def commit_directory(path: Path) -> Iterator[Path]:
     temporary = path.with_name(path.name + TEMPORARY)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    yield temporary
-    for file in temporary.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        else:
-            sync_directory(file)
-    sync_directory(temporary)
-    shutil.rmtree(path, ignore_errors=True)
-    temporary.replace(path)
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+            else:
+                sync_directory(file)
+        sync_directory(temporary)
+        shutil.rmtree(path, ignore_errors=True)
+        temporary.replace(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     sync_directory(path.parent)
 
 

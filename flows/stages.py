@@ -14,37 +14,37 @@ from tasks.places import stage_of
 from tasks.preparation import prepare
 
 
-@flow(name="generate", on_cancellation=[stop_job])
+@flow(name="generate", flow_run_name="{config.name}", on_cancellation=[stop_job])
 def generate(config: PipelineConfig) -> None:
     """The target answers the prompts."""
     _run("generate", config)
 
 
-@flow(name="vocab", on_cancellation=[stop_job])
+@flow(name="vocab", flow_run_name="{config.name}", on_cancellation=[stop_job])
 def vocab(config: PipelineConfig) -> None:
     """The tokens that the drafter can propose."""
     _run("vocab", config)
 
 
-@flow(name="extract", on_cancellation=[stop_job])
+@flow(name="extract", flow_run_name="{config.name}", on_cancellation=[stop_job])
 def extract(config: PipelineConfig) -> None:
     """The target's hidden states of every sample."""
     _run("extract", config)
 
 
-@flow(name="train", on_cancellation=[stop_job])
+@flow(name="train", flow_run_name="{config.name}", on_cancellation=[stop_job])
 def train(config: PipelineConfig) -> None:
     """The drafter, by training-time test."""
     _run("train", config)
 
 
-@flow(name="evaluate", on_cancellation=[stop_job])
+@flow(name="evaluate", flow_run_name="{config.name}", on_cancellation=[stop_job])
 def evaluate(config: PipelineConfig) -> None:
     """Acceptance by real speculation, beside the estimate."""
     _run("evaluate", config)
 
 
-@flow(name="publish", on_cancellation=[stop_job])
+@flow(name="publish", flow_run_name="{config.name}", on_cancellation=[stop_job])
 def publish(config: PipelineConfig) -> None:
     """The drafter in the forms that engines load."""
     _run("publish", config)

@@ -83,7 +83,8 @@ def _watch(name: str, job: Job) -> None:
     while job.state() in (JobState.RUNNING, JobState.STALLED):
         status = job.status()
         if status is not None:
-            pace.observe(status.heartbeat, status.done)
+            if status.total:  # before, what an earlier run committed is not counted yet
+                pace.observe(status.heartbeat, status.done)
             if status.phase != phase:
                 phase = status.phase
                 logger.info("%s: %s", name, phase)

@@ -112,6 +112,29 @@ class Stage(ABC):
             if not verdict.complete:
                 raise DraftworksError(f"{self.name} cannot start. {verdict.sentence}")
 
+    def input_digests(self) -> dict[str, str]:
+        """What the inputs hold now, by their names. A record keeps it, and `changed_inputs`
+        holds it against what lies on disk later."""
+        return {cls.name: self.of(cls).verify(deep=False).digest for cls in self.inputs}
+
+    def changed_inputs(self, record: Mapping[str, Any]) -> list[str]:
+        """Problems: inputs whose content is not what the record's output was made from."""
+        if not record:
+            return []
+        now = self.input_digests()
+        return [
+            f"made from other {cls.title} than lie on disk now; run {self.name} again"
+            for cls in self.inputs
+            if record["inputs"][cls.name] != now[cls.name]
+        ]
+
+    def already_complete(self, progress: Progress) -> bool:
+        """Whether a whole and sound output lies there, so that there is nothing to do."""
+        verdict = self.verify()
+        if verdict.complete:
+            progress.begin(verdict.expected, self.unit, verdict.done)
+        return verdict.complete
+
     @abstractmethod
     def settings(self) -> Mapping[str, Any]:
         """The settings that decide the result."""

@@ -56,6 +56,8 @@ class Evaluate(Stage):
 
     def run(self, progress: Progress) -> None:
         self.require_inputs()
+        if self.already_complete(progress):
+            return
         settings = self.config.evaluate
         samples = self._held_out()
         rewrite_manifest(self.manifest, lambda row: row["drafter"] == self._drafter_digest())
@@ -67,10 +69,9 @@ class Evaluate(Stage):
         speculator = Speculator(engine, self.of(Train).drafter(dtype), self.of(Vocab).vocabulary())
         progress.phase("speculating")
         writer = ManifestWriter(self.manifest)
-        for start in range(0, len(samples), settings.batch):
-            batch = samples[start : start + settings.batch]
-            if done.issuperset(sample.id for sample in batch):
-                continue
+        missing = [sample for sample in samples if sample.id not in done]
+        for start in range(0, len(missing), settings.batch):
+            batch = missing[start : start + settings.batch]
             progress.check_stop()
             writer.append(self._measure(engine, speculator, batch))
             progress.advance(len(batch))
@@ -159,6 +160,7 @@ class Evaluate(Stage):
         for row in rows:
             measured += Acceptance(row["drafts"], tuple(row["accepted"]))
         return {
+            "inputs": self.input_digests(),
             "prompts": sum(len(row["sample_ids"]) for row in rows),
             "tokens": sum(row["tokens"] for row in rows),
             "measured": _summary(measured),
@@ -170,7 +172,7 @@ class Evaluate(Stage):
     def _problems(self, record: Mapping[str, Any]) -> list[str]:
         if not record:
             return []
-        problems = []
+        problems = self.changed_inputs(record)
         real = record["differing"] - record["ties"]
         if real and self.config.evaluate.dtype == "float32":
             problems.append(

@@ -73,6 +73,8 @@ class Extract(Stage):
         samples = list(self.of(Generate).store.samples())
         done = self.store.ids()
         progress.begin(len(samples), self.unit, len(done))
+        if done.issuperset(sample.id for sample in samples):
+            return
         progress.phase("loading target")
         engine = ReferenceEngine(self.target, self.layers)
         writer = StateWriter(self.store, self.convention)

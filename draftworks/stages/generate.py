@@ -66,6 +66,8 @@ class Generate(Stage):
         self.store.discard(self.store.faults(deep=True))
         done = self.store.conversations()
         progress.begin(len(self.prompts), self.unit, len(done))
+        if done.issuperset(prompt.id for prompt in self.prompts):
+            return
         writer = SampleWriter(self.store)
         try:
             if self.config.generate.engine == "reference":

@@ -48,6 +48,8 @@ class Publish(Stage):
 
     def run(self, progress: Progress) -> None:
         self.require_inputs()
+        if self.already_complete(progress):
+            return
         remove_partial(self.directory)
         progress.begin(len(self.config.publish.formats), self.unit)
         drafter = self.of(Train).drafter()
@@ -63,11 +65,12 @@ class Publish(Stage):
             for path in sorted(self.folder(form).iterdir()):
                 files[f"{form}/{path.name}"] = file_digest(path)
             progress.advance()
-        commit_json(self.record_file, {"files": files})
+        commit_json(self.record_file, {"files": files, "inputs": self.input_digests()})
 
     def verify(self, *, deep: bool = True) -> Verdict:
         record = self.record()
-        problems = [
+        problems = self.changed_inputs(record)
+        problems += [
             f"{name} is missing or differs from its checksum"
             for name, sha256 in record.get("files", {}).items()
             if not (path := self.directory / name).is_file()

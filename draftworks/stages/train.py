@@ -1,6 +1,7 @@
 """Train: the drafter, by EAGLE-3's training-time test."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -93,7 +94,10 @@ class Train(Stage):
 
     def run(self, progress: Progress) -> None:
         self.require_inputs()
+        if self.already_complete(progress):
+            return
         remove_partial(self.directory)
+        self._forget_other_inputs()
         progress.phase("loading")
         training, validation = self.split()
         vocabulary = self.of(Vocab).vocabulary()
@@ -114,7 +118,7 @@ class Train(Stage):
                 "validation_samples": len(validation),
                 "accuracy_per_position": final.accuracy,
                 "acceptance_length": final.acceptance.length,
-                "inputs": {cls.name: self.of(cls).verify(deep=False).digest for cls in self.inputs},
+                "inputs": self.input_digests(),
                 "sha256": file_digest(self.weights_file),
             },
         )
@@ -127,7 +131,7 @@ class Train(Stage):
             problems.append(f"{self.weights_file.name} is missing")
         elif record and deep and file_digest(self.weights_file) != record["sha256"]:
             problems.append(f"{self.weights_file.name} differs from its checksum")
-        problems += self._changed_inputs(record)
+        problems += self.changed_inputs(record)
         return Verdict(
             self.name,
             self.title,
@@ -178,13 +182,14 @@ class Train(Stage):
         with torch.device("meta"):
             return Drafter(self.shape, torch.empty(0))
 
-    def _changed_inputs(self, record: Mapping[str, Any]) -> list[str]:
-        """Inputs whose content is not what this drafter was trained on."""
-        return [
-            f"trained on other {self.of(cls).title} than those on disk now"
-            for cls in self.inputs
-            if record and record["inputs"][cls.name] != self.of(cls).verify(deep=False).digest
-        ]
+    def _forget_other_inputs(self) -> None:
+        """Drop checkpoints that began on other inputs: going on from them would be training on
+        both."""
+        inputs, begun = self.input_digests(), self.directory / "inputs.json"
+        if begun.is_file() and json.loads(begun.read_text()) != inputs:
+            shutil.rmtree(self.directory / "checkpoints", ignore_errors=True)
+            self.metrics_file.unlink(missing_ok=True)
+        commit_json(begun, inputs)
 
     def _device_available(self) -> str:
         if self.config.train.gpus:

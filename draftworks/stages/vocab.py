@@ -54,6 +54,8 @@ class Vocab(Stage):
 
     def run(self, progress: Progress) -> None:
         self.require_inputs()
+        if self.already_complete(progress):
+            return
         progress.begin(1, self.unit)
         progress.phase("counting tokens")
         counts = count_tokens(self._loss_tokens(), self.target.vocab_size)
@@ -71,6 +73,7 @@ class Vocab(Stage):
                 "loss_tokens": int(counts.sum()),
                 "distinct_tokens": int((counts > 0).sum()),
                 "inherited": inherited is not None,
+                "inputs": self.input_digests(),
                 "sha256": file_digest(self.map_file),
             },
         )
@@ -78,7 +81,7 @@ class Vocab(Stage):
 
     def verify(self, *, deep: bool = True) -> Verdict:
         record = self.record()
-        problems = []
+        problems = self.changed_inputs(record)
         if record:
             if not self.map_file.is_file():
                 problems.append(f"{self.map_file.name} is missing")

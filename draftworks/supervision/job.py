@@ -138,13 +138,14 @@ class Job:
         return True
 
     def _signal(self, number: signal.Signals) -> bool:
-        """Send to the process, SIGKILL to its whole group. Returns whether it lives."""
+        """Send to the process, SIGKILL to its whole group. Returns whether there was one: in the
+        moment of its start a job is alive already and has no process yet."""
         if not self.alive():
             return False
-        pid = int(self.pid_file.read_text())
         try:
+            pid = int(self.pid_file.read_text())
             os.killpg(pid, number) if number == signal.SIGKILL else os.kill(pid, number)
-        except ProcessLookupError:
+        except (FileNotFoundError, ValueError, ProcessLookupError):
             return False
         return True
 
@@ -187,13 +188,15 @@ def acquire_lock(directory: Path) -> int | None:
 
 
 def close_last_run(directory: Path) -> None:
-    """Write the history row of a run that was killed. Call while holding the lock."""
+    """Write the history row of a run that was killed, and clear what describes the last run.
+    Call while holding the lock."""
     status, exit_file = directory / "status.json", directory / "exit.json"
     last = _read_json(status)
     if last and not exit_file.exists():
         append_history(directory, last["started"], last["heartbeat"], State.LOST.value)
-    status.unlink(missing_ok=True)
-    exit_file.unlink(missing_ok=True)
+    # Its process id may belong to somebody else by now.
+    for file in (directory / "pid", status, exit_file):
+        file.unlink(missing_ok=True)
 
 
 def append_history(directory: Path, started: float, ended: float, outcome: str) -> None:

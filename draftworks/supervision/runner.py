@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ class JobProgress(Progress):
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_SECONDS):
-            self._write()
+            with suppress(OSError):  # a disk that is full now may not be at the next beat
+                self._write()
 
     def _write(self) -> None:
         status = {

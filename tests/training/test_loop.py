@@ -94,6 +94,15 @@ def test_accumulated_packs_make_the_step_of_one_big_pack(data: Data, tmp_path: P
     assert four["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-5)
 
 
+def test_a_step_keeps_nothing_of_the_gradient_before(data: Data, tmp_path: Path) -> None:
+    """With weights that hardly move, the same pack gives the same gradient in every epoch."""
+    config = toys.cycle_config(epochs=3, pack_tokens=500, learning_rate=1e-12)
+    trainer = toys.cycle_trainer(tmp_path, data, config)
+    trainer.run(Progress())
+    first, *others = (row["gradient_norm"] for row in rows(trainer))
+    assert others == pytest.approx([first] * 2, rel=1e-5)
+
+
 def test_a_step_takes_so_many_packs_and_an_epoch_ends_with_what_is_left(data: Data) -> None:
     """With one sample to a pack: five steps of two and one of one for eleven samples."""
     samples = data.training[:11]
@@ -131,6 +140,7 @@ def test_the_optimizer_uses_the_schedule_and_decays_matrices_only(
     trainer.run(Progress())
     used = [row["learning_rate"] for row in rows(trainer)]
     assert used == [learning_rate(config, step, len(used)) for step in range(1, len(used) + 1)]
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [used[-1]] * 2
     matrices, vectors = trainer.optimizer.param_groups
     assert {parameter.dim() for parameter in matrices["params"]} == {2}
     assert {parameter.dim() for parameter in vectors["params"]} == {1}

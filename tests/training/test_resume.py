@@ -178,7 +178,7 @@ def test_sigkill_at_an_unforeseen_moment_is_survived(
     try:
         while lines(run) < 12:
             assert child.poll() is None, "training ended before it was killed"
-            time.sleep(0.001)
+            time.sleep(0.005)
     finally:
         child.kill()
     assert child.wait() == -signal.SIGKILL

@@ -1,0 +1,93 @@
+"""The six flows, one after another, as a host runs them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from prefect import Flow
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Cancelled
+
+from draftworks.config import PipelineConfig
+from draftworks.stages import STAGES
+from draftworks.supervision.job import Job, State
+from flows import stages
+from tasks.jobs import stop_job
+from tasks.places import stage_of, workspace_of
+
+FLOWS: dict[str, Flow[[PipelineConfig], None]] = {name: getattr(stages, name) for name in STAGES}
+
+
+def files(config: PipelineConfig) -> dict[Path, int]:
+    """Every file of every artifact, with the time of its last change."""
+    root = workspace_of(config).root / "artifacts"
+    return {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+
+
+def test_each_stage_runs_once_however_often_its_flow_runs(
+    tiny_config: PipelineConfig, ear: Any, job_of: Callable[[str, PipelineConfig], Job]
+) -> None:
+    for name in STAGES:
+        FLOWS[name](tiny_config)
+        assert stage_of(name, tiny_config).verify().complete
+        assert job_of(name, tiny_config).state() is State.FINISHED
+    made = files(tiny_config)
+    assert not any("nothing to do" in line for line in ear.lines)
+
+    for name in STAGES:
+        FLOWS[name](tiny_config)
+        assert ear.heard(f"{name} is there already; nothing to do")
+    assert files(tiny_config) == made
+    for name in STAGES:
+        history = job_of(name, tiny_config).history()
+        assert [run["outcome"] for run in history] == ["finished"]
+
+
+def test_a_stage_without_its_inputs_starts_no_job(
+    tiny_config: PipelineConfig, job_of: Callable[[str, PipelineConfig], Job]
+) -> None:
+    state = FLOWS["extract"](tiny_config, return_state=True)
+    assert state.is_failed()
+    assert state.message.endswith("DraftworksError: not yet. samples: 0 of 24 prompts (0.0%)")
+    assert job_of("extract", tiny_config).state() is State.NEVER_STARTED
+
+
+def test_every_flow_stops_its_job_when_it_is_cancelled() -> None:
+    for flow in FLOWS.values():
+        assert flow.on_cancellation_hooks == [stop_job]
+
+
+def test_a_cancelled_run_stops_its_job_and_keeps_what_is_committed(
+    served_config: PipelineConfig,
+    model_server: Any,
+    job_of: Callable[[str, PipelineConfig], Job],
+) -> None:
+    flow = FLOWS["generate"]
+    # As Prefect hands it to the hook, in a process of its own: parameters are plain JSON there.
+    run = FlowRun(
+        flow_id=uuid4(), parameters={"config": served_config.model_dump(mode="json")}
+    )
+    model_server.at[6] = lambda: stop_job(flow, run, Cancelled())
+    state = flow(served_config, return_state=True)
+    assert state.is_failed()
+    assert "generate was stopped on request" in state.message
+    job = job_of("generate", served_config)
+    assert job.state() is State.STOPPED
+    kept = files(served_config)
+    verdict = stage_of("generate", served_config).verify()
+    assert (verdict.done, verdict.problems) == (8, ())
+
+    flow(served_config)
+    assert [run["outcome"] for run in job.history()] == ["stopped", "finished"]
+    assert len(model_server.asked) == len(set(model_server.asked)) == 12
+    after = files(served_config)
+    parts = [path for path in kept if path.suffix == ".parquet"]
+    assert len(parts) == 2
+    assert {path: after[path] for path in parts} == {path: kept[path] for path in parts}
+
+
+def test_cancelling_a_run_whose_job_is_gone_does_nothing(tiny_config: PipelineConfig) -> None:
+    run = FlowRun(flow_id=uuid4(), parameters={"config": tiny_config.model_dump(mode="json")})
+    stop_job(FLOWS["generate"], run, Cancelled())
+    assert not list(workspace_of(tiny_config).root.glob("jobs/*"))
