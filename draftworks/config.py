@@ -179,14 +179,16 @@ class TrainConfig(Settings, title="Train"):
     """Token budget of one pack of samples."""
     accumulate: int = Field(1, ge=1)
     """Packs per optimizer step."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw for all weights, or muon for the layer's matrices and adamw for head and norms."""
     learning_rate: float = Field(1e-4, gt=0, le=1)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     warmup_share: float = Field(0.05, ge=0, lt=1)
     """Share of the steps with a rising learning rate; then cosine."""
     final_rate: float = Field(0.02, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW weight decay of matrices."""
+    """Weight decay of matrices."""
     beta2: float = Field(0.95, gt=0, lt=1)
     """Second-moment decay of AdamW."""
     clip_norm: float = Field(1.0, gt=0)

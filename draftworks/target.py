@@ -67,6 +67,17 @@ class Target:
         if not self.weight_files:
             raise DraftworksError(f"target {self.folder}: no *.safetensors weights")
 
+    def require_all_weights(self) -> None:
+        """Raises DraftworksError unless every weight file is there, as running the target needs
+        it; drafting alone reads three tensors."""
+        missing = {path.name for path in self.weight_files.values() if not path.is_file()}
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise DraftworksError(
+                f"target {self.folder}: {', '.join(sorted(missing)[:3])}{more} of its weights "
+                "missing; download them"
+            )
+
     @cached_property
     def text_config(self) -> dict[str, Any]:
         """config.json of the language model itself (inside `text_config` when multimodal)."""

@@ -45,7 +45,7 @@ def test_there_are_recipes() -> None:
 
 
 def test_an_unknown_recipe_lists_those_there_are() -> None:
-    with pytest.raises(DraftworksError, match="no recipe 'none'; there are .*smollm2-demo"):
+    with pytest.raises(DraftworksError, match=r"no recipe 'none'; there are .*smollm2-demo"):
         config.recipe("none")
 
 

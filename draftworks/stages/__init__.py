@@ -28,7 +28,8 @@ def stage_named(name: str) -> type[Stage]:
 def check_all(config: PipelineConfig, workspace: Workspace) -> list[tuple[str, Check]]:
     """(stage, check) of everything that can be known before any work starts.
 
-    When prompts or target cannot be read, the checks that need them are left out.
+    Checks that rest on one that failed are left out: without prompts or a target there is
+    nothing to hold the other stages against, and a plan needs sound settings.
     """
     checks = [("pipeline", check("workspace", lambda: _writable(workspace)))]
     for stage in STAGES.values():
@@ -36,7 +37,8 @@ def check_all(config: PipelineConfig, workspace: Workspace) -> list[tuple[str, C
         checks += [(stage.name, item) for item in found]
         if stage is Generate and not all(item.passed for item in found):
             return checks
-    checks.append(("pipeline", check("disk space", lambda: _room(config, workspace))))
+    if all(item.passed for _, item in checks):
+        checks.append(("pipeline", check("disk space", lambda: _room(config, workspace))))
     return checks
 
 

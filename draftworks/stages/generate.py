@@ -153,8 +153,8 @@ class Generate(Stage):
                         else self._from_answer(prompt, answer)
                     )
                     if len(pending) >= settings.part_size:
-                        self._commit(pending, seen, writer, progress)
-                        pending = []
+                        part, pending = pending, []
+                        self._commit(part, seen, writer, progress)
                         self._require_usable(seen)
                         progress.check_stop()
         finally:
@@ -214,6 +214,8 @@ class Generate(Stage):
         if finish_reason == "length" and not self.config.generate.keep_truncated:
             return Rejected(conversation, "truncated")
         ids = (*prompt_ids, *answer_ids)
+        if min(ids) < 0 or max(ids) >= self.target.vocab_size:
+            return Rejected(conversation, "token ids that the target does not have")
         return Sample(conversation, ids, len(prompt_ids), finish_reason, text)
 
     def _commit(
@@ -248,6 +250,8 @@ class Generate(Stage):
     def _target_found(self) -> str:
         target = self.target
         target.auxiliary_layers(self.config.extract.layers)
+        if "reference" in (self.config.generate.engine, self.config.extract.engine):
+            target.require_all_weights()
         return f"{target.layers} layers, vocabulary {target.vocab_size:,}, {target.folder}"
 
     def _prompts_fit(self) -> str:

@@ -204,6 +204,11 @@ class Train(Stage):
             raise DraftworksError(
                 f"train.drafter: {shape.heads} heads cannot share {shape.kv_heads} key-value heads"
             )
+        if shape.hidden_size % shape.heads:
+            raise DraftworksError(
+                f"train.drafter: {shape.heads} heads do not divide the target's hidden size "
+                f"{shape.hidden_size}; engines refuse such a drafter"
+            )
         return f"hidden {shape.hidden_size}, {shape.heads} heads of {shape.head_dim}"
 
     def _warm_start_fits(self) -> str:

@@ -119,7 +119,12 @@ class Vocab(Stage):
 
     def _inherited_digest(self) -> str | None:
         start = self.config.train.warm_start
-        return file_digest(Path(start).expanduser() / "model.safetensors") if start else None
+        if not start:
+            return None
+        weights = Path(start).expanduser() / "model.safetensors"
+        if not weights.is_file():
+            raise DraftworksError(f"train.warm_start {start}: no model.safetensors in that folder")
+        return file_digest(weights)
 
     def _size_fits(self) -> str:
         size, available = self.config.vocab.size, self.target.vocab_size

@@ -6,17 +6,16 @@ order and learning rate are functions of the step, so the step is the whole posi
 """
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim import Optimizer
 
 from draftworks.errors import DraftworksError
 from draftworks.workspace import commit_directory
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class Checkpoints:
@@ -36,22 +35,22 @@ class Checkpoints:
             if name.removeprefix("step-").isdigit()
         )
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def save(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Write the state after `step` optimizer steps; drop the oldest beyond `keep`."""
         with commit_directory(self._path(step)) as folder:
             save_file(model.state_dict(), folder / "model.safetensors")
             moments = {
-                f"{name}/{moment}": optimizer.state[parameter][moment].contiguous()
+                f"{name}/{moment}": values.contiguous()
                 for name, parameter in model.named_parameters()
-                for moment in MOMENTS
-                if parameter in optimizer.state
+                for optimizer in optimizers
+                for moment, values in optimizer.state.get(parameter, {}).items()
             }
             save_file(moments, folder / "optimizer.safetensors")
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self._path(old))
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Load the newest checkpoint into both. Returns its step; 0 when there is none.
+    def restore(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
+        """Load the newest checkpoint into all. Returns its step; 0 when there is none.
 
         Raises DraftworksError when its files are damaged.
         """
@@ -68,8 +67,17 @@ class Checkpoints:
                 "goes on from the checkpoint before it."
             ) from None
         model.load_state_dict(weights)
-        for name, parameter in model.named_parameters():
-            optimizer.state[parameter] = {moment: moments[f"{name}/{moment}"] for moment in MOMENTS}
+        owners = {
+            parameter: optimizer
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        parameters = dict(model.named_parameters())
+        for key, values in moments.items():
+            name, moment = key.split("/")
+            parameter = parameters[name]
+            owners[parameter].state[parameter][moment] = values
         return steps[-1]
 
     def _path(self, step: int) -> Path:

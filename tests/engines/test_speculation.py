@@ -312,9 +312,7 @@ def test_the_estimate_over_stored_states_is_the_measured_acceptance(
         sample = Sample(str(number), tokens, len(prompt), "stop", "")
         (states,) = engine.capture([tokens])
         ids = torch.tensor(tokens, dtype=torch.int32)
-        writer.commit(
-            sample.id, tokens, SampleStates(ids, states.aux, states.last, states.argmax)
-        )
+        writer.commit(sample.id, tokens, SampleStates(ids, states.aux, states.last, states.argmax))
         entries.append(SampleEntry(sample.id, str(number), len(tokens), len(prompt)))
     writer.close()
     drafter, vocabulary = drafter_named(name)

@@ -1,4 +1,4 @@
-"""Killed, stopped, out of disk: the next start ends where an undisturbed run ends, byte for byte."""
+"""Killed, stopped, out of disk: the next start ends byte for byte where a calm run ends."""
 
 import os
 import random
@@ -42,7 +42,7 @@ def fine_grained(make_config: Callable[..., PipelineConfig]) -> Make:
             folder,
             generate={"part_size": 2, "temperature": 0.8, "top_p": 0.95},
             extract={"batch_tokens": 1},
-            train={"epochs": 12, "checkpoint_every": 3, "keep_checkpoints": 3},
+            train={"epochs": 8, "checkpoint_every": 3, "keep_checkpoints": 3},
             evaluate={"batch": 2},
         )
 
@@ -83,8 +83,9 @@ def committed(config: PipelineConfig, name: str) -> int:
     return len(read_manifest(stage(name, config).directory / file))
 
 
-def kill_at(config: PipelineConfig, name: str, moment: int) -> None:
-    """Run a stage as people do, and kill it as soon as `moment` units are written down."""
+def kill_at(config: PipelineConfig, name: str, moment: int) -> bool:
+    """Run a stage as people do, and kill it as soon as `moment` units are written down. Returns
+    whether it lived long enough to be killed."""
     path = Path(config.workspace).parent / "config.json"
     path.write_text(config.model_dump_json())
     command = [sys.executable, "-m", "draftworks", "run", str(path), name]
@@ -92,11 +93,11 @@ def kill_at(config: PipelineConfig, name: str, moment: int) -> None:
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + PATIENCE
         while committed(config, name) < moment:
-            assert process.poll() is None, "it ended before it could be killed"
+            assert process.poll() in (None, 0)
             assert time.monotonic() < deadline
             time.sleep(0.001)
         process.kill()
-    assert process.returncode == -signal.SIGKILL
+    return process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("name", ["generate", "extract", "train"])
@@ -106,10 +107,11 @@ def test_a_killed_stage_ends_as_if_it_had_not_been_killed(
     config = fine_grained(tmp_path / name)
     up_to(name, undisturbed, config)
     total = committed(undisturbed, name)
+    item = stage(name, config)
     moment = random.randint(1, total // 2)
     print(f"killed after {moment} of {total} rows")
-    kill_at(config, name, moment)
-    item = stage(name, config)
+    while not kill_at(config, name, moment):
+        shutil.rmtree(item.directory)
     assert Job(item.job_directory).state() is State.LOST
     assert not item.verify().complete
     assert moment <= committed(config, name) < total

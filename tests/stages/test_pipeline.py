@@ -147,9 +147,7 @@ def test_the_evaluation_pools_its_counts(finished_once: PipelineConfig) -> None:
 
 
 @pytest.mark.parametrize("form", ["eagle", "speculators"])
-def test_the_published_drafter_is_the_trained_one(
-    finished_once: PipelineConfig, form: Any
-) -> None:
+def test_the_published_drafter_is_the_trained_one(finished_once: PipelineConfig, form: Any) -> None:
     train, publish = stage(Train, finished_once), stage(Publish, finished_once)
     checkpoint = read_checkpoint(publish.folder(form))
     trained = load_file(train.weights_file)
@@ -268,9 +266,7 @@ def test_training_refuses_an_incomplete_extraction_with_the_true_numbers(
     store.discard(sorted(store.ids())[:5])
     with pytest.raises(DraftworksError) as caught:
         run(finished, Train)
-    assert str(caught.value) == (
-        "train cannot start. hidden states: 19 of 24 samples (79.2%)"
-    )
+    assert str(caught.value) == ("train cannot start. hidden states: 19 of 24 samples (79.2%)")
 
 
 def test_training_refuses_states_whose_files_are_gone(finished: PipelineConfig) -> None:
@@ -312,7 +308,7 @@ def test_measured_and_estimated_acceptance_that_disagree_shut_the_gate(
     verdict = stage(Evaluate, finished).verify()
     assert not verdict.complete
     assert "Trainer and engine disagree about the hidden states" in verdict.sentence
-    with pytest.raises(DraftworksError, match="publish cannot start. evaluation: .*disagree"):
+    with pytest.raises(DraftworksError, match=r"publish cannot start\. evaluation: .*disagree"):
         run(finished, Publish)
 
 
@@ -417,7 +413,10 @@ def test_a_prompt_that_is_not_ours_is_a_problem(finished: PipelineConfig) -> Non
     foreign = type(sample)("stranger", (*sample.token_ids, 5), 3, "stop", "x")
     writer.commit([foreign], [])
     writer.close()
-    assert "conversation stranger: not one of the prompts" in stage(Generate, finished).verify().sentence
+    assert (
+        "conversation stranger: not one of the prompts"
+        in stage(Generate, finished).verify().sentence
+    )
 
 
 def answer_otherwise(config: PipelineConfig) -> None:

@@ -79,7 +79,9 @@ class Worker:
         self.orders: IO[str] | None = None
 
     def launch(self) -> bool:
-        return self.job.launch_or_attach([sys.executable, "-c", WORKER, *self.arguments], ENVIRONMENT)
+        return self.job.launch_or_attach(
+            [sys.executable, "-c", WORKER, *self.arguments], ENVIRONMENT
+        )
 
     @property
     def arguments(self) -> list[str]:

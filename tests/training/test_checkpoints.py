@@ -10,21 +10,22 @@ from torch import nn
 from draftworks.errors import DraftworksError
 from draftworks.training.checkpoints import Checkpoints
 
-Pair = tuple[nn.Module, torch.optim.Optimizer]
+Pair = tuple[nn.Module, list[torch.optim.Optimizer]]
 
 
 def pair(seed: int = 0) -> Pair:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    return model, [torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)]
 
 
-def advance(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Pair:
+def advance(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int) -> Pair:
     for step in range(steps):
         model(torch.full((5, 3), 0.1 * step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizers
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path) -> None:
@@ -45,8 +46,8 @@ def test_everything_of_the_optimizer_is_float32_and_its_counter_exact(tmp_path: 
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
     counters = {float(tensor) for name, tensor in stored.items() if name.endswith("/step")}
     assert counters == {257.0}
-    model, optimizer = pair()
-    Checkpoints(tmp_path, 2).restore(model, optimizer)
+    model, (optimizer,) = pair()
+    Checkpoints(tmp_path, 2).restore(model, [optimizer])
     assert {float(state["step"]) for state in optimizer.state.values()} == {257.0}
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from draftworks.eagle3.vocabulary import DraftVocabulary
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
-from draftworks.training.loop import Data, Trainer, learning_rate, plan_steps
+from draftworks.training.loop import Data, Trainer, plan_steps
+from draftworks.training.optimizer import learning_rate
 from draftworks.training.packing import load_pack
 
 
@@ -140,13 +141,35 @@ def test_the_optimizer_uses_the_schedule_and_decays_matrices_only(
     trainer.run(Progress())
     used = [row["learning_rate"] for row in rows(trainer)]
     assert used == [learning_rate(config, step, len(used)) for step in range(1, len(used) + 1)]
-    assert [group["lr"] for group in trainer.optimizer.param_groups] == [used[-1]] * 2
-    matrices, vectors = trainer.optimizer.param_groups
+    (adamw,) = trainer.optimizers
+    matrices, vectors = adamw.param_groups
+    assert [group["lr"] for group in adamw.param_groups] == [used[-1]] * 2
     assert {parameter.dim() for parameter in matrices["params"]} == {2}
     assert {parameter.dim() for parameter in vectors["params"]} == {1}
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
-    held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
-    assert held == {id(parameter) for parameter in trainer.drafter.parameters()}
+    assert held_by(trainer) == {id(parameter) for parameter in trainer.drafter.parameters()}
+
+
+def test_muon_takes_the_layers_matrices_and_leaves_head_and_norms_to_adamw(
+    data: Data, tmp_path: Path
+) -> None:
+    trainer = toys.cycle_trainer(tmp_path, data, toys.cycle_config(optimizer="muon"))
+    muon, adamw = trainer.optimizers
+    (body,) = muon.param_groups
+    head = trainer.drafter.lm_head.weight
+    assert {parameter.dim() for parameter in body["params"]} == {2}
+    assert head in set(adamw.param_groups[0]["params"])
+    assert head not in set(body["params"])
+    assert held_by(trainer) == {id(parameter) for parameter in trainer.drafter.parameters()}
+
+
+def held_by(trainer: Trainer) -> set[int]:
+    return {
+        id(parameter)
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
 
 
 def spoil_weights(trainer: Trainer) -> None:
