@@ -63,6 +63,8 @@ class Stack:
         the last words of what did not start.
         """
         fresh = not self.running
+        if fresh:
+            self.down()  # workers that outlived their server would look for it at its old port
         self._up_server()
         command = [sys.executable, "-m", "deployments.bootstrap", "--demo", demo]
         done = subprocess.run(

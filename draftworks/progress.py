@@ -7,7 +7,8 @@ class Progress:
     """Counts committed units. This one keeps silent; a supervised job writes it to its status.
 
     A unit is counted only after it lies on disk, so progress is never more than what a restart
-    would find.
+    would find. Training counts its steps as they are taken: those since the newest checkpoint are
+    taken again after a kill.
     """
 
     def __init__(self) -> None:

@@ -6,7 +6,6 @@ from prefect.cache_policies import NO_CACHE
 
 from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
-from draftworks.stages.base import Stage
 from tasks.places import stage_of
 
 
@@ -36,6 +35,6 @@ def gate(name: str, config: PipelineConfig) -> str:
     return verdict.digest
 
 
-def found(stage: Stage) -> bool:
+def found(name: str, config: PipelineConfig) -> bool:
     """Whether the work is there already, whoever did it."""
-    return stage.verify().complete
+    return stage_of(name, config).verify().complete

@@ -1,19 +1,25 @@
 """Preparation: everything that can be known before a stage starts is checked before it starts."""
 
+from typing import TYPE_CHECKING
+
 from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
-from draftworks.stages import check_all, plan_all
-from draftworks.stages.base import Check, size
 from tasks.places import stage_of, workspace_of
+
+if TYPE_CHECKING:
+    from draftworks.stages.base import Check
 
 
 @task(name="plan", cache_policy=NO_CACHE)
 def show_plan(config: PipelineConfig) -> None:
     """What each stage will make, as a table, before anything starts."""
+    from draftworks.stages import plan_all
+    from draftworks.stages.base import size
+
     create_table_artifact(
         key="plan",
         table=[
@@ -32,6 +38,8 @@ def show_plan(config: PipelineConfig) -> None:
 @task(name="check everything", cache_policy=NO_CACHE)
 def check_everything(config: PipelineConfig) -> None:
     """The checks of all stages. Raises DraftworksError naming those that failed."""
+    from draftworks.stages import check_all
+
     _require("preparation", check_all(config, workspace_of(config)))
 
 
@@ -42,7 +50,7 @@ def prepare(name: str, config: PipelineConfig) -> None:
     _require(f"preparation-{name}", [(name, item) for item in checks])
 
 
-def _require(key: str, checks: list[tuple[str, Check]]) -> None:
+def _require(key: str, checks: "list[tuple[str, Check]]") -> None:
     """Show the checks as a table; raise for those that failed."""
     create_table_artifact(
         key=key,

@@ -47,7 +47,7 @@ class DrafterShape:
             vocab_size=self.target_vocab_size,
             rms_norm_eps=self.norm_eps,
             max_position_embeddings=self.max_position_embeddings,
-            rope_parameters=self.rope,
+            rope_parameters=dict(self.rope),
             tie_word_embeddings=False,
         )
 

@@ -169,12 +169,6 @@ def _checkpoint(config: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoin
 
 def _shape(config: dict[str, Any], form: Format, draft_vocab_size: int) -> DrafterShape:
     layer = config["transformer_layer_config"] if form == "speculators" else config
-    scaling = layer.get("rope_scaling") or {}
-    rope = layer.get("rope_parameters") or {
-        **scaling,
-        "rope_type": scaling.get("rope_type") or scaling.get("type", "default"),
-        "rope_theta": layer.get("rope_theta", 10_000.0),
-    }
     heads = layer["num_attention_heads"]
     return DrafterShape(
         hidden_size=layer["hidden_size"],
@@ -186,9 +180,30 @@ def _shape(config: dict[str, Any], form: Format, draft_vocab_size: int) -> Draft
         target_vocab_size=layer["vocab_size"],
         norm_eps=layer["rms_norm_eps"],
         max_position_embeddings=layer["max_position_embeddings"],
-        rope=rope,
-        norm_before_residual=config.get("norm_before_residual", False),
+        rope=rope_of(layer),
+        norm_before_residual=_norm_before_residual(config, form),
     )
+
+
+def rope_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embedding of a model's config: `rope_parameters` of transformers 5, or
+    `rope_theta` and `rope_scaling` of transformers 4."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {
+        **scaling,
+        "rope_type": scaling.get("rope_type") or scaling.get("type", "default"),
+        "rope_theta": scaling.get("rope_theta") or config.get("rope_theta", 10_000.0),
+    }
+
+
+def _norm_before_residual(config: dict[str, Any], form: Format) -> bool:
+    """Absent means false in the EAGLE form; in the other, readers disagree, so it must be there."""
+    if form == "speculators" and "norm_before_residual" not in config:
+        raise DraftworksError(
+            "its config.json does not say norm_before_residual, which one reader takes for true "
+            "and another for false; write what it was trained with"
+        )
+    return bool(config.get("norm_before_residual", False))
 
 
 def _layers(config: dict[str, Any], form: Format) -> tuple[int, int, int] | None:

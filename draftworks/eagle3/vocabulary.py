@@ -100,8 +100,16 @@ class DraftVocabulary:
 
 
 def count_tokens(tokens: Iterable[NDArray[np.int64]], target_size: int) -> NDArray[np.int64]:
-    """Occurrences of every target id over batches of token ids, [V]."""
+    """Occurrences of every target id over batches of token ids, [V].
+
+    Raises DraftworksError for an id that the target does not have.
+    """
     counts = np.zeros(target_size, dtype=np.int64)
     for batch in tokens:
+        if len(batch) and int(batch.max()) >= target_size:
+            raise DraftworksError(
+                f"token id {batch.max()} is outside the target's vocabulary of {target_size:,}: "
+                "the samples come from another target"
+            )
         counts += np.bincount(batch, minlength=target_size)
     return counts

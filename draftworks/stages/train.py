@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftworks.eagle3.drafter import Drafter, DrafterShape
-from draftworks.eagle3.formats import read_checkpoint
+from draftworks.eagle3.formats import read_checkpoint, rope_of
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
 from draftworks.records.samples import SampleEntry
@@ -44,18 +44,10 @@ class Train(Stage):
 
     @cached_property
     def shape(self) -> DrafterShape:
-        """The drafter's sizes: those configured, else the warm start's, else the target's."""
+        """The drafter's sizes: those configured, else the target's."""
         chosen = self.config.train.drafter
         text = self.target.text_config
         heads = chosen.heads or int(text["num_attention_heads"])
-        rope = (
-            chosen.rope
-            or text.get("rope_parameters")
-            or {
-                "rope_type": "default",
-                "rope_theta": float(text.get("rope_theta", 10_000.0)),
-            }
-        )
         return DrafterShape(
             hidden_size=self.target.hidden_size,
             intermediate_size=chosen.intermediate_size or int(text["intermediate_size"]),
@@ -67,7 +59,7 @@ class Train(Stage):
             target_vocab_size=self.target.vocab_size,
             norm_eps=self.target.norm_eps,
             max_position_embeddings=chosen.max_position_embeddings or self.target.context,
-            rope=dict(rope),
+            rope=chosen.rope or rope_of(text),
             norm_before_residual=chosen.norm_before_residual,
         )
 
@@ -208,6 +200,11 @@ class Train(Stage):
             raise DraftworksError(
                 f"train.drafter: {shape.heads} heads do not divide the target's hidden size "
                 f"{shape.hidden_size}; engines refuse such a drafter"
+            )
+        if shape.hidden_size % shape.heads:
+            raise DraftworksError(
+                f"train.drafter: {shape.heads} heads do not divide the hidden size "
+                f"{shape.hidden_size}, which transformers asks for"
             )
         return f"hidden {shape.hidden_size}, {shape.heads} heads of {shape.head_dim}"
 

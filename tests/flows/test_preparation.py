@@ -10,7 +10,7 @@ from draftworks.errors import DraftworksError
 from draftworks.stages import STAGES
 from draftworks.supervision.job import Job, State
 from flows.pipeline import pipeline
-from flows.stages import generate
+from flows.host import generate
 from tasks.places import workspace_of
 from tasks.preparation import check_everything, show_plan
 

@@ -25,7 +25,7 @@ def files(config: PipelineConfig) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
 
 
-def test_each_stage_runs_once_however_often_its_flow_runs(
+def test_each_host_runs_once_however_often_its_flow_runs(
     tiny_config: PipelineConfig, ear: Any, job_of: Callable[[str, PipelineConfig], Job]
 ) -> None:
     for name in STAGES:

@@ -1,17 +1,29 @@
-"""One flow per stage: gate of its inputs, preparation, job, gate of its output.
+"""The flows of a host: checks before any work, one flow per stage, the report.
 
-Each runs alone too, from its own deployment, on the host that holds the data.
+A stage is: gate of its inputs, preparation, job, gate of its output. Each flow runs alone too, from
+its own deployment, on the host that holds the data.
 """
 
-from prefect import flow, get_run_logger
+from typing import Any
+
+from prefect import State, flow, get_run_logger
+from prefect.states import Completed
 
 from blocks import with_blocks
 from draftworks.config import PipelineConfig
-from draftworks.stages import stage_named
 from tasks.gates import found, gate
 from tasks.jobs import run_job, stop_job
 from tasks.places import stage_of
-from tasks.preparation import prepare
+from tasks.preparation import check_everything, prepare, show_plan
+from tasks.reports import make_report
+
+
+@flow(name="check", flow_run_name="{config.name}")
+def check(config: PipelineConfig) -> None:
+    """Everything that can be known before any work, and what the work will need."""
+    config = with_blocks(config)
+    check_everything(config)
+    show_plan(config)
 
 
 @flow(name="generate", flow_run_name="{config.name}", on_cancellation=[stop_job])
@@ -50,11 +62,17 @@ def publish(config: PipelineConfig) -> None:
     _run("publish", config)
 
 
+@flow(name="report", flow_run_name="{config.name}")
+def report(config: PipelineConfig) -> State[Any]:
+    """The figures of a finished pipeline. The state's message is the summary, for who waits."""
+    return Completed(message=make_report(config))
+
+
 def _run(name: str, config: PipelineConfig) -> None:
     config = with_blocks(config)
-    for source in stage_named(name).inputs:
+    for source in stage_of(name, config).inputs:
         gate(source.name, config)
-    if found(stage_of(name, config)):
+    if found(name, config):
         get_run_logger().info("%s is there already; nothing to do", name)
         return
     prepare(name, config)
