@@ -24,7 +24,7 @@ from draftworks.supervision.job import Job
 from draftworks.workspace import Workspace
 
 PIPELINES = {f"pipeline/{name}" for name in (DEMO, "kimi-k2.5", "weekly-retrain")}
-HOSTS = {f"{name}/host" for name in STAGES}
+HOSTS = {f"{name}/host" for name in ("check", *STAGES, "report")}
 PATIENCE = 120.0
 
 
@@ -160,16 +160,18 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], 
     return seen
 
 
-def until(condition: Callable[[], Any]) -> None:
+def until(condition: Callable[[], Any], process: subprocess.Popen[bytes]) -> None:
+    """Wait for what a process will have done, as long as it lives."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
+        assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def run_until_killed(recipe: str, home: Home) -> None:
+def run_until_killed(recipe: str, home: Home) -> dict[str, Any]:
     """A demo whose first job is killed while it generates, and which dies, with the job of the
-    moment, while it trains."""
+    moment, while it trains. Returns what was declared on its server."""
     log = home.path.parent / "killed.log"
     with log.open("wb") as output:
         running = subprocess.Popen(
@@ -178,22 +180,28 @@ def run_until_killed(recipe: str, home: Home) -> None:
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    ended = lambda: running.poll() is not None  # noqa: E731
-    until(lambda: home.samples.rows() or ended())
-    home.kill("generate")
-    until(lambda: list(home.checkpoints.glob("step-????????")) or ended())
-    running.kill()
+    try:
+        until(home.samples.rows, running)
+        home.kill("generate")
+        declared = Server(Stack(home.path).url).declared()
+        until(lambda: list(home.checkpoints.glob("step-????????")), running)
+    except AssertionError:
+        pytest.fail(log.read_text())
+    finally:
+        running.kill()
+        running.wait()
     home.kill("train")
-    assert running.wait() == -signal.SIGKILL, log.read_text()
+    return declared
 
 
+@pytest.mark.timeout(600)
 def test_a_killed_demo_goes_on_where_it_was(
     recipe: str,
     home: Home,
     taken_port: int,
     servers: list[tuple[str, dict[str, Any], list[str]]],
 ) -> None:
-    run_until_killed(recipe, home)
+    declared_before = run_until_killed(recipe, home)
     outcomes = home.outcomes()
     assert outcomes["generate"] == ["lost", "finished"]
     assert outcomes["extract"] == ["finished"]
@@ -217,6 +225,7 @@ def test_a_killed_demo_goes_on_where_it_was(
     assert not url.endswith(f":{taken_port}")
     assert open_runs == [], "nobody works on these any more"
     check_declared(declared, home)
+    assert declared == declared_before, "a second bootstrap changed something"
 
 
 def check_report(report: Report, home: Home) -> None:

@@ -14,7 +14,7 @@ from draftworks.config import PipelineConfig
 from draftworks.eagle3.acceptance import Acceptance
 from draftworks.eagle3.drafter import Attend, Drafter, DrafterShape
 from draftworks.eagle3.vocabulary import DraftVocabulary
-from draftworks.engines.reference import ReferenceEngine
+from draftworks.engines.reference import PositionCache, ReferenceEngine
 from draftworks.engines.speculation import DraftCache, Speculator
 from draftworks.hidden_states.store import Convention, SampleStates, StateStore, StateWriter
 from draftworks.records.samples import Sample, SampleEntry
@@ -62,6 +62,9 @@ def make(kind: type[Drafter], target: Target, shape: DrafterShape, used: Sequenc
     values = vars(shape) | {"draft_vocab_size": len(used)}
     drafter = kind(DrafterShape(**values), target.embeddings().float())
     drafter.initialize(target.head()[list(used)].float(), target.norm().float(), seed=1)
+    for parameter in drafter.layer.parameters():
+        if parameter.dim() == 2:
+            parameter.data.mul_(10)  # so that what a row attends to changes what it says
     return drafter.eval().requires_grad_(False)
 
 
@@ -205,6 +208,32 @@ def test_the_counts_are_those_of_a_plain_recount(
         assert answer == tokens
         expected += counted
     assert result.acceptance == expected
+
+
+@pytest.mark.parametrize("name", ["random", "few"])
+def test_every_guess_is_that_of_a_plain_recount(
+    engine: ReferenceEngine,
+    drafter_named: Callable[[str], tuple[Drafter, DraftVocabulary]],
+    prompts: list[list[int]],
+    name: str,
+) -> None:
+    """Also the guesses behind a wrong one, which no count shows."""
+    drafter, vocabulary = drafter_named(name)
+    speculator = Speculator(engine, drafter, vocabulary)
+    cache, drafts = (kind(len(prompts), 200) for kind in (PositionCache, DraftCache))
+    with torch.inference_mode():
+        current = speculator._prefill(prompts, cache)
+        first = current.last(current.tokens).tolist()
+        sequences = [[*prompt, token] for prompt, token in zip(prompts, first, strict=True)]
+        for _ in range(4):
+            guesses = speculator._draft(current, 5, drafts)
+            for sequence, row in zip(sequences, guesses.tolist(), strict=True):
+                aux = engine.capture([sequence[:-1]])[0].aux
+                assert row == guesses_of(drafter, vocabulary.used, sequence, aux, 5)
+            current = speculator._verify(current, guesses, cache)
+            confirmed = zip(current.tokens.tolist(), current.fresh.tolist(), strict=True)
+            for sequence, (tokens, fresh) in zip(sequences, confirmed, strict=True):
+                sequence += tokens[:fresh]
 
 
 def test_random_drafters_are_sometimes_right(

@@ -12,11 +12,11 @@ from prefect.states import Cancelled
 from draftworks.config import PipelineConfig
 from draftworks.stages import STAGES
 from draftworks.supervision.job import Job, State
-from flows import stages
+from flows import host
 from tasks.jobs import stop_job
 from tasks.places import stage_of, workspace_of
 
-FLOWS: dict[str, Flow[[PipelineConfig], None]] = {name: getattr(stages, name) for name in STAGES}
+FLOWS: dict[str, Flow[[PipelineConfig], None]] = {name: getattr(host, name) for name in STAGES}
 
 
 def files(config: PipelineConfig) -> dict[Path, int]:
