@@ -62,7 +62,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Dequantise a GGUF file to bfloat16 safetensors with its tokenizer and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,

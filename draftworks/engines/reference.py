@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache
+from transformers.utils import logging
 
 from draftworks.errors import DraftworksError
 from draftworks.target import Target
@@ -105,6 +106,7 @@ class ReferenceEngine:
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
     ) -> None:
+        logging.disable_progress_bar()  # nobody watches a job's terminal
         model: Any = AutoModelForCausalLM.from_pretrained(
             target.folder, dtype=dtype, trust_remote_code=target.trust_remote_code
         )
