@@ -28,7 +28,7 @@ COPY deployments deployments
 RUN python -m pip install --no-deps --editable . \
  && install --directory --owner draftworks /data
 
-USER draftworks
+USER 1000
 ENV DRAFTWORKS_CACHE=/data/cache DRAFTWORKS_ROOT=/opt/draftworks
 VOLUME /data
 

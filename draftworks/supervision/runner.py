@@ -42,6 +42,8 @@ class JobProgress(Progress):
         self._write()
 
     def _beat(self) -> None:
+        # Left to the main thread, which they interrupt even while it waits.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
         while not self._ended.wait(HEARTBEAT_SECONDS):
             with suppress(OSError):  # a disk that is full now may not be at the next beat
                 self._write()

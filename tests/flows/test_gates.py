@@ -21,7 +21,7 @@ def samples(tiny_config: PipelineConfig) -> Generate:
 def test_the_gate_of_a_stage_that_never_ran_is_shut(samples: Generate) -> None:
     with pytest.raises(DraftworksError, match=r"^not yet\. samples: 0 of 24 prompts \(0\.0%\)$"):
         gate("generate", samples.config)
-    assert not found(samples)
+    assert not found("generate", samples.config)
 
 
 def test_an_incomplete_stage_is_refused_with_its_true_count(
@@ -39,6 +39,7 @@ def test_a_complete_stage_opens_it_with_its_digest(
     samples: Generate, shown: Callable[[str], Any]
 ) -> None:
     samples.run(Progress())
+    assert found("generate", samples.config)
     assert gate("generate", samples.config) == samples.store.digest() != ""
     (row,) = shown("gate-generate")
     assert (row["gate"], row["problems"]) == ("open", "none")

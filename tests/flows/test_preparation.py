@@ -9,8 +9,7 @@ from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
 from draftworks.stages import STAGES
 from draftworks.supervision.job import Job, State
-from flows.pipeline import pipeline
-from flows.host import generate
+from flows.host import check, generate
 from tasks.places import workspace_of
 from tasks.preparation import check_everything, show_plan
 
@@ -40,10 +39,10 @@ def test_a_failing_check_ends_the_flow_before_any_job(
     assert results == {"prompts": "ok", "target": "ok", "prompts fit the context": "FAILED"}
 
 
-def test_a_pipeline_with_a_failing_check_starts_no_stage(
+def test_the_checks_of_a_pipeline_fail_with_their_one_message(
     hopeless: PipelineConfig, shown: Callable[[str], Any]
 ) -> None:
-    state = pipeline(hopeless, return_state=True)
+    state = check(hopeless, return_state=True)
     assert state.is_failed()
     assert state.message.endswith(f"DraftworksError: {NO_ROOM}")
     assert not (workspace_of(hopeless).root / "jobs").exists()
@@ -82,9 +81,9 @@ def test_the_plan_has_a_row_for_every_stage(
     assert "24 new tokens" in plan["generate"]["assumes"]
 
 
-def test_a_dry_run_plans_and_starts_nothing(
+def test_checks_and_plan_start_nothing(
     tiny_config: PipelineConfig, shown: Callable[[str], Any]
 ) -> None:
-    assert pipeline(tiny_config, dry_run=True) is None
+    check(tiny_config)
     assert len(shown("plan")) == len(STAGES)
-    assert not list((workspace_of(tiny_config).root).iterdir())
+    assert not list(workspace_of(tiny_config).root.iterdir())

@@ -25,7 +25,7 @@ def files(config: PipelineConfig) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
 
 
-def test_each_host_runs_once_however_often_its_flow_runs(
+def test_each_stage_runs_once_however_often_its_flow_runs(
     tiny_config: PipelineConfig, ear: Any, job_of: Callable[[str, PipelineConfig], Job]
 ) -> None:
     for name in STAGES:
@@ -65,9 +65,7 @@ def test_a_cancelled_run_stops_its_job_and_keeps_what_is_committed(
 ) -> None:
     flow = FLOWS["generate"]
     # As Prefect hands it to the hook, in a process of its own: parameters are plain JSON there.
-    run = FlowRun(
-        flow_id=uuid4(), parameters={"config": served_config.model_dump(mode="json")}
-    )
+    run = FlowRun(flow_id=uuid4(), parameters={"config": served_config.model_dump(mode="json")})
     model_server.at[6] = lambda: stop_job(flow, run, Cancelled())
     state = flow(served_config, return_state=True)
     assert state.is_failed()

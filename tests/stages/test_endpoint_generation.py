@@ -46,8 +46,11 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = body["messages"][-1]["content"]
+        length = int(self.headers["Content-Length"])
+        data = self.rfile.read(length)
+        if len(data) < length:
+            raise ConnectionAbortedError
+        text = json.loads(data)["messages"][-1]["content"]
         self.server.asked.append(text)
         reply = self.server.reply(text)
         self._send(*(reply if isinstance(reply, tuple) else (200, reply)))

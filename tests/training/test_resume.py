@@ -185,3 +185,18 @@ def test_sigkill_at_an_unforeseen_moment_is_survived(
     done = trainer(run, data).checkpoints.steps()[-1]
     assert done < uninterrupted.metrics[-1]["step"]
     assert_same(finish(run, data), uninterrupted)
+
+
+def test_a_stopped_run_with_muon_ends_as_an_uninterrupted_one(data: Data, tmp_path: Path) -> None:
+    """Two optimizers, each with its own moments."""
+    config = CONFIG.model_copy(update={"optimizer": "muon"})
+
+    def finish_with_muon(folder: Path, progress: Progress) -> Ended:
+        made = toys.cycle_trainer(folder, data, config)
+        validation = made.run(progress)
+        return Ended(made.drafter.state_dict(), metrics(folder), validation)
+
+    with pytest.raises(StopRequested):
+        finish_with_muon(tmp_path / "stopped", StopAt(6))
+    resumed = finish_with_muon(tmp_path / "stopped", Progress())
+    assert_same(resumed, finish_with_muon(tmp_path / "uninterrupted", Progress()))

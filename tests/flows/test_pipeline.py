@@ -1,0 +1,143 @@
+"""The pipeline orders what hosts do, and says what became of it."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+from prefect import State
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.states import Cancelled, Completed, Failed
+
+from draftworks.config import PipelineConfig
+from draftworks.stages import STAGES
+from flows.pipeline import pipeline
+from tasks.host_runs import cancel_host_runs
+
+NAMES = ("check", *STAGES, "report")
+Outcome = Callable[[FlowRun], State[Any] | None]
+
+
+class Host(threading.Thread):
+    """Takes the runs that the pipeline orders and ends them as a test says: the worker of a host
+    whose work takes no time. `outcomes` holds those of each name's runs, in turn; a run of which
+    nothing is said completes, and one whose outcome is None is left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[str] = []
+        self.configs: list[PipelineConfig] = []
+        self.outcomes: dict[str, list[Outcome]] = defaultdict(list)
+        self.ended = threading.Event()
+        self._context = copy_context()  # with the settings of the test server
+        with get_client(sync_client=True) as client:
+            self._names = {self._declare(client, name): name for name in NAMES}
+
+    def run(self) -> None:
+        self._context.run(self._work)
+
+    def _declare(self, client: SyncPrefectClient, name: str) -> Any:
+        flow = client.create_flow_from_name(name)
+        return client.create_deployment(flow, "host", enforce_parameter_schema=False)
+
+    def _work(self) -> None:
+        scheduled = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
+        ours = DeploymentFilter(id=DeploymentFilterId(any_=list(self._names)))
+        seen = set()
+        with get_client(sync_client=True) as client:
+            while not self.ended.wait(0.05):
+                for run in client.read_flow_runs(
+                    deployment_filter=ours, flow_run_filter=FlowRunFilter(state=scheduled)
+                ):
+                    if run.id in seen:
+                        continue
+                    seen.add(run.id)
+                    name = self._names[run.deployment_id]
+                    self.started.append(name)
+                    self.configs.append(PipelineConfig.model_validate(run.parameters["config"]))
+                    turns = self.outcomes[name]
+                    state = turns.pop(0)(run) if turns else Completed(message=f"{name} is done")
+                    if state is not None:
+                        client.set_flow_run_state(run.id, state, force=True)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    monkeypatch.setattr("tasks.host_runs.POLL_SECONDS", 0.05)
+    host = Host()
+    host.start()
+    yield host
+    host.ended.set()
+    host.join()
+
+
+def test_every_step_waits_for_what_it_needs(
+    host: Host, tiny_config: PipelineConfig, shown: Callable[[str], Any]
+) -> None:
+    host.outcomes["report"] = [lambda _: Completed(message="# acceptance length 2.34")]
+    pipeline(tiny_config)
+    assert host.started[:2] == ["check", "generate"]
+    assert set(host.started[2:4]) == {"vocab", "extract"}
+    assert host.started[4:] == ["train", "evaluate", "publish", "report"]
+    assert all(config == tiny_config for config in host.configs)
+    assert shown("report").data == "# acceptance length 2.34"
+
+
+@pytest.mark.parametrize("name", ["vocab", "extract"])
+def test_a_failed_stage_fails_the_pipeline_with_its_own_words(
+    host: Host, tiny_config: PipelineConfig, name: str
+) -> None:
+    """And training, which needs both, does not start."""
+    host.outcomes[name] = [lambda _: Failed(message="DraftworksError: the disk is full")]
+    state = pipeline(tiny_config, return_state=True)
+    assert state.is_failed()
+    assert state.message.endswith(f"{name} is Failed: DraftworksError: the disk is full")
+    assert set(host.started) == {"check", "generate", "vocab", "extract"}
+
+
+def test_a_failing_check_starts_no_stage(host: Host, tiny_config: PipelineConfig) -> None:
+    host.outcomes["check"] = [lambda _: Failed(message="vocab.size is too large")]
+    state = pipeline(tiny_config, return_state=True)
+    assert state.message.endswith("check is Failed: vocab.size is too large")
+    assert host.started == ["check"]
+
+
+def test_a_dry_run_ends_after_the_checks(host: Host, tiny_config: PipelineConfig) -> None:
+    pipeline(tiny_config, dry_run=True)
+    assert host.started == ["check"]
+
+
+def test_a_second_attempt_is_a_new_run(host: Host, tiny_config: PipelineConfig) -> None:
+    """With the key of the first it would be handed the failed run again, for ever."""
+    host.outcomes["check"] = [lambda _: Failed(message="the network was down")]
+    again = pipeline.with_options(retries=1, retry_delay_seconds=0)
+    assert again(tiny_config, dry_run=True, return_state=True).is_completed()
+    assert host.started == ["check", "check"]
+
+
+def test_a_cancelled_pipeline_cancels_what_it_started(
+    host: Host, tiny_config: PipelineConfig
+) -> None:
+    def cancel_the_pipeline(run: FlowRun) -> State[Any] | None:
+        with get_client(sync_client=True) as client:
+            assert run.parent_task_run_id is not None
+            parent = client.read_task_run(run.parent_task_run_id).flow_run_id
+            cancel_host_runs(pipeline, client.read_flow_run(parent), Cancelled())
+            state = client.read_flow_run(run.id).state
+        return None if state and state.is_cancelled() else Failed(message="nobody cancelled it")
+
+    host.outcomes["generate"] = [cancel_the_pipeline]
+    state = pipeline(tiny_config, return_state=True)
+    assert state.is_failed()
+    assert "generate is Cancelled" in state.message
+    assert host.started == ["check", "generate"]
