@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
@@ -73,13 +73,22 @@ class Stage(ABC):
     inputs: ClassVar[tuple[type["Stage"], ...]] = ()
     format_version: ClassVar[int] = 1
 
-    def __init__(self, config: PipelineConfig, workspace: Workspace) -> None:
+    def __init__(
+        self,
+        config: PipelineConfig,
+        workspace: Workspace,
+        family: dict[type["Stage"], "Stage"] | None = None,
+    ) -> None:
         self.config = config
         self.workspace = workspace
+        # The stages of one pipeline that have met: prompts and target are read once for all.
+        self._family = {} if family is None else family
+        self._family[type(self)] = self
 
     @cached_property
     def target(self) -> Target:
-        return Target.resolve(self.config.target)
+        first = next(iter(self._family.values()))
+        return Target.resolve(self.config.target) if first is self else first.target
 
     @cached_property
     def identity(self) -> str:
@@ -103,7 +112,9 @@ class Stage(ABC):
 
     def of(self, cls: type[S]) -> S:
         """Another stage of the same pipeline."""
-        return cls(self.config, self.workspace)
+        if cls not in self._family:
+            cls(self.config, self.workspace, self._family)
+        return cast("S", self._family[cls])
 
     def require_inputs(self) -> None:
         """Raises DraftworksError unless every input is complete on disk."""

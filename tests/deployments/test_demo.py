@@ -85,8 +85,10 @@ class Home:
 
     def kill(self, name: str) -> None:
         """SIGKILL to a stage's job and all its processes."""
-        status = self.job(name).status()
+        job = self.job(name)
+        status = job.status()
         assert status is not None
+        assert job.alive(), f"{name} had ended before it could be killed"
         os.killpg(status.pid, signal.SIGKILL)
 
     def outcomes(self) -> dict[str, list[str]]:
@@ -170,8 +172,8 @@ def until(condition: Callable[[], Any], process: subprocess.Popen[bytes]) -> Non
 
 
 def run_until_killed(recipe: str, home: Home) -> dict[str, Any]:
-    """A demo whose first job is killed while it generates, and which dies, with the job of the
-    moment, while it trains. Returns what was declared on its server."""
+    """A demo whose first job is killed while it generates, and which is killed, right after the
+    job of the moment, while it trains. Returns what was declared on its server."""
     log = home.path.parent / "killed.log"
     with log.open("wb") as output:
         running = subprocess.Popen(
@@ -185,12 +187,12 @@ def run_until_killed(recipe: str, home: Home) -> dict[str, Any]:
         home.kill("generate")
         declared = Server(Stack(home.path).url).declared()
         until(lambda: list(home.checkpoints.glob("step-????????")), running)
-    except AssertionError:
-        pytest.fail(log.read_text())
+        home.kill("train")
+    except AssertionError as fault:
+        pytest.fail(f"{fault}\n{log.read_text()}")
     finally:
         running.kill()
         running.wait()
-    home.kill("train")
     return declared
 
 

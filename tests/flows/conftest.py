@@ -153,6 +153,7 @@ def kill() -> Callable[[Job], None]:
     def now(job: Job) -> None:
         status = job.status()
         assert status is not None
+        assert job.alive()
         os.killpg(status.pid, signal.SIGKILL)
 
     return now
