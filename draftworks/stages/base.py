@@ -1,5 +1,6 @@
 """What a stage is: four functions over a config and a workspace, and an identity."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ class Stage(ABC):
     title: ClassVar[str]
     unit: ClassVar[str]
     inputs: ClassVar[tuple[type["Stage"], ...]] = ()
+    record_name: ClassVar[str] = ""
+    """Of the file that ends a stage without a manifest: what it found, from which inputs."""
     format_version: ClassVar[int] = 1
 
     def __init__(
@@ -105,6 +108,17 @@ class Stage(ABC):
     @property
     def directory(self) -> Path:
         return self.workspace.artifact(self.name, self.identity)
+
+    @property
+    def record_file(self) -> Path:
+        return self.directory / self.record_name
+
+    def record(self) -> dict[str, Any]:
+        """What the stage wrote when it ended; empty while it has not."""
+        if not self.record_file.is_file():
+            return {}
+        record: dict[str, Any] = json.loads(self.record_file.read_text(encoding="utf-8"))
+        return record
 
     @property
     def job_directory(self) -> Path:

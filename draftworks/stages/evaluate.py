@@ -4,7 +4,6 @@ The two must agree. When they do not, a convention is wrong somewhere between hi
 trainer and engine, and the gate behind this stage stays shut.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,7 @@ class Evaluate(Stage):
     title = "evaluation"
     unit = "prompts"
     inputs = (Train,)
-
-    @property
-    def record_file(self) -> Path:
-        return self.directory / "evaluation.json"
+    record_name = "evaluation.json"
 
     @property
     def manifest(self) -> Path:
@@ -91,13 +87,6 @@ class Evaluate(Stage):
             tuple(self._problems(record)),
             file_digest(self.record_file) if record else "",
         )
-
-    def record(self) -> dict[str, Any]:
-        """The result; empty while there is none."""
-        if not self.record_file.is_file():
-            return {}
-        record: dict[str, Any] = json.loads(self.record_file.read_text())
-        return record
 
     def _enough_prompts(self) -> str:
         prompts = len(self.of(Generate).prompts)

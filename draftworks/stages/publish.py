@@ -1,6 +1,5 @@
 """Publish: the drafter in the forms that engines load, reloaded and compared before it counts."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,7 @@ class Publish(Stage):
     title = "published drafter"
     unit = "formats"
     inputs = (Train, Evaluate)
-
-    @property
-    def record_file(self) -> Path:
-        return self.directory / "published.json"
+    record_name = "published.json"
 
     def folder(self, form: Format) -> Path:
         return self.directory / form
@@ -86,13 +82,6 @@ class Publish(Stage):
             tuple(problems),
             file_digest(self.record_file) if record else "",
         )
-
-    def record(self) -> dict[str, Any]:
-        """files: name -> SHA-256; empty while nothing is published."""
-        if not self.record_file.is_file():
-            return {}
-        record: dict[str, Any] = json.loads(self.record_file.read_text())
-        return record
 
     def _require_same_logits(self, folder: Path, drafter: Drafter) -> None:
         """Reload an export and hold its logits on a held-out sample against the trained ones.

@@ -29,14 +29,11 @@ class Train(Stage):
     title = "training"
     unit = "steps"
     inputs = (Generate, Vocab, Extract)
+    record_name = "training.json"
 
     @property
     def weights_file(self) -> Path:
         return self.directory / "drafter.safetensors"
-
-    @property
-    def record_file(self) -> Path:
-        return self.directory / "training.json"
 
     @property
     def metrics_file(self) -> Path:
@@ -133,13 +130,6 @@ class Train(Stage):
             tuple(problems),
             record.get("sha256", ""),
         )
-
-    def record(self) -> dict[str, Any]:
-        """What training left beside the weights; empty while it has not ended."""
-        if not self.record_file.is_file():
-            return {}
-        record: dict[str, Any] = json.loads(self.record_file.read_text())
-        return record
 
     def split(self) -> tuple[list[SampleEntry], list[SampleEntry]]:
         """(training, validation) samples, by conversation."""

@@ -1,6 +1,5 @@
 """Vocab: which target tokens the drafter can propose, by their frequency in the answers."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,25 +21,15 @@ class Vocab(Stage):
     title = "draft vocabulary"
     unit = "map"
     inputs = (Generate,)
+    record_name = "coverage.json"
 
     @property
     def map_file(self) -> Path:
         return self.directory / "vocabulary.safetensors"
 
-    @property
-    def record_file(self) -> Path:
-        return self.directory / "coverage.json"
-
     def vocabulary(self) -> DraftVocabulary:
         """The map. Raises DraftworksError when it is missing or damaged."""
         return DraftVocabulary.load(self.map_file)
-
-    def record(self) -> dict[str, Any]:
-        """coverage, loss_tokens, distinct_tokens, sha256 of the map; empty when not made yet."""
-        if not self.record_file.is_file():
-            return {}
-        record: dict[str, Any] = json.loads(self.record_file.read_text())
-        return record
 
     def settings(self) -> Mapping[str, Any]:
         return {"vocab": self.config.vocab.identity(), "inherited": self._inherited_digest()}
