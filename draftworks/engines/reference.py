@@ -88,6 +88,7 @@ class PositionCache(Cache):
         """Drop every row of the batch but these."""
         for layer, (keys, values) in self.buffers.items():
             self.buffers[layer] = (keys[rows], values[rows])
+        self.rows = len(rows)  # of buffers that are still to come
 
     def _buffer(self, like: Tensor) -> Tensor:
         _, heads, _, width = like.shape

@@ -262,3 +262,12 @@ def test_sliding_window_attention_is_refused(tiny_target: Target) -> None:
     target.text_config["sliding_window"] = 64
     with pytest.raises(DraftworksError, match=r"no sliding-window attention \(window 64\)"):
         ReferenceEngine(target, LAYERS)
+
+
+def test_a_cache_can_drop_rows_before_its_first_token() -> None:
+    """An answer that ends at its first token leaves the batch before the drafter has run."""
+    cache = PositionCache(rows=3, slots=4)
+    cache.keep(torch.tensor([0, 2]))
+    cache.place(torch.zeros(2, 1, dtype=torch.long))
+    keys, values = cache.update(torch.ones(2, 1, 1, 5), torch.ones(2, 1, 1, 5), 0)
+    assert keys.shape == values.shape == (2, 1, 1, 5)
