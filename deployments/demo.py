@@ -25,7 +25,7 @@ from draftworks.errors import DraftworksError
 from draftworks.report.model import Report
 from draftworks.report.page import percent
 from draftworks.report.plots import duration
-from draftworks.stages import STAGES
+from draftworks.stages import all_stages
 from draftworks.stages.publish import Publish
 from draftworks.supervision.job import Job, State
 from draftworks.workspace import Workspace
@@ -62,7 +62,8 @@ def demo(recipe: str, home: Path) -> Path:
 def jobs_of(config: PipelineConfig) -> dict[str, Job]:
     """Stage name -> its job, as far as identities are known before work starts."""
     workspace = Workspace(Path(config.workspace))
-    return {name: Job(stage(config, workspace).job_directory) for name, stage in STAGES.items()}
+    stages = all_stages(config, workspace)
+    return {name: Job(stage.job_directory) for name, stage in stages.items()}
 
 
 def run_pipeline(stack: Stack, jobs: dict[str, Job]) -> None:

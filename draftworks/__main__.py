@@ -74,10 +74,10 @@ def _run(pipeline: config.PipelineConfig, names: list[str]) -> int:
 
 
 def _verify(pipeline: config.PipelineConfig, _stages: list[str]) -> int:
-    from draftworks.stages import STAGES
+    from draftworks.stages import all_stages
 
-    workspace = Workspace(Path(pipeline.workspace))
-    verdicts = [stage(pipeline, workspace).verify() for stage in STAGES.values()]
+    stages = all_stages(pipeline, Workspace(Path(pipeline.workspace)))
+    verdicts = [stage.verify() for stage in stages.values()]
     for verdict in verdicts:
         print(("ok       " if verdict.complete else "not yet  ") + verdict.sentence)
     return 0 if all(verdict.complete for verdict in verdicts) else 1

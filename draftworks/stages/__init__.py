@@ -25,6 +25,12 @@ def stage_named(name: str) -> type[Stage]:
     return STAGES[name]
 
 
+def all_stages(config: PipelineConfig, workspace: Workspace) -> dict[str, Stage]:
+    """The stages of one pipeline by name; prompts and target are read once for all of them."""
+    first = Generate(config, workspace)
+    return {name: first.of(stage) for name, stage in STAGES.items()}
+
+
 def check_all(config: PipelineConfig, workspace: Workspace) -> list[tuple[str, Check]]:
     """(stage, check) of everything that can be known before any work starts.
 
@@ -32,10 +38,10 @@ def check_all(config: PipelineConfig, workspace: Workspace) -> list[tuple[str, C
     nothing to hold the other stages against, and a plan needs sound settings.
     """
     checks = [("pipeline", check("workspace", lambda: _writable(workspace)))]
-    for stage in STAGES.values():
-        found = stage(config, workspace).prepare()
+    for stage in all_stages(config, workspace).values():
+        found = stage.prepare()
         checks += [(stage.name, item) for item in found]
-        if stage is Generate and not all(item.passed for item in found):
+        if isinstance(stage, Generate) and not all(item.passed for item in found):
             return checks
     if all(item.passed for _, item in checks):
         checks.append(("pipeline", check("disk space", lambda: _room(config, workspace))))
@@ -44,7 +50,7 @@ def check_all(config: PipelineConfig, workspace: Workspace) -> list[tuple[str, C
 
 def plan_all(config: PipelineConfig, workspace: Workspace) -> list[Plan]:
     """The plans of all stages."""
-    return [stage(config, workspace).plan() for stage in STAGES.values()]
+    return [stage.plan() for stage in all_stages(config, workspace).values()]
 
 
 def _writable(workspace: Workspace) -> str:
