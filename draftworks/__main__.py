@@ -2,6 +2,7 @@
 
     python -m draftworks fetch                      the bundled target, once
     python -m draftworks check  CONFIG              everything that can be known before work starts
+    python -m draftworks prepare CONFIG STAGE       its checks, and a run of it on a few samples
     python -m draftworks run    CONFIG [STAGE ...]  stages in order; all when none is named
     python -m draftworks verify CONFIG              what lies on disk
     python -m draftworks status WORKSPACE           all jobs of a workspace
@@ -12,6 +13,7 @@ CONFIG is a recipe's name or a YAML or JSON file.
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -22,15 +24,17 @@ from draftworks import bundled, config
 from draftworks.errors import DraftworksError
 from draftworks.workspace import Workspace
 
+NICE = 10  # of a preparation
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status; a DraftworksError is one message, not a traceback."""
     parser = argparse.ArgumentParser(
         prog="draftworks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("command", choices=["fetch", "check", "run", "verify", "status", "report"])
+    parser.add_argument("command", choices=["fetch", "status", *COMMANDS])
     parser.add_argument("subject", nargs="?", default="smollm2-demo", help="CONFIG or WORKSPACE")
-    parser.add_argument("stages", nargs="*", help="stages to run")
+    parser.add_argument("stages", nargs="*", help="stages to run or to prepare")
     options = parser.parse_args(arguments)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -40,13 +44,17 @@ def main(arguments: list[str] | None = None) -> int:
         if options.command == "status":
             return _status(Path(options.subject))
         pipeline = config.load(options.subject)
-        return COMMANDS[options.command](pipeline, options.stages)
+        if pipeline.allow_partial:
+            from draftworks.stages.frozen import experiment
+
+            pipeline = experiment(pipeline)
+        return COMMANDS[options.command](pipeline, options)
     except DraftworksError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
-def _check(pipeline: config.PipelineConfig, _stages: list[str]) -> int:
+def _check(pipeline: config.PipelineConfig, _options: argparse.Namespace) -> int:
     from draftworks.stages import check_all
 
     workspace = Workspace(Path(pipeline.workspace))
@@ -59,21 +67,39 @@ def _check(pipeline: config.PipelineConfig, _stages: list[str]) -> int:
     return 0 if all(item.passed for _, item in checks) else 1
 
 
-def _run(pipeline: config.PipelineConfig, names: list[str]) -> int:
+def _prepare(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int:
+    from draftworks.preparation.prepare import Preparation
+    from draftworks.stages import stage_named
+    from draftworks.supervision.runner import run_job
+
+    os.nice(NICE)  # what runs now comes first
+    workspace = Workspace(Path(pipeline.workspace))
+    workspace.require_writable()
+    for name in options.stages:
+        preparation = Preparation(stage_named(name)(pipeline, workspace))
+        status = run_job(preparation.job.directory, preparation.run)
+        for item in preparation.checks():
+            print(f"{'ok    ' if item.passed else 'FAILED'}  {item.name}: {item.detail}")
+        if status:
+            return status
+    return 0
+
+
+def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int:
     from draftworks.stages import STAGES, stage_named
     from draftworks.supervision.runner import run_job
 
     workspace = Workspace(Path(pipeline.workspace))
     workspace.require_writable()
-    for name in names or list(STAGES):
+    for name in options.stages or list(STAGES):
         stage = stage_named(name)(pipeline, workspace)
         if status := run_job(stage.job_directory, stage.run):
             return status
-        print(stage.verify(deep=False).sentence)
+        print(stage.verify(share=0).sentence)
     return 0
 
 
-def _verify(pipeline: config.PipelineConfig, _stages: list[str]) -> int:
+def _verify(pipeline: config.PipelineConfig, _options: argparse.Namespace) -> int:
     from draftworks.stages import all_stages
 
     stages = all_stages(pipeline, Workspace(Path(pipeline.workspace)))
@@ -83,7 +109,7 @@ def _verify(pipeline: config.PipelineConfig, _stages: list[str]) -> int:
     return 0 if all(verdict.complete for verdict in verdicts) else 1
 
 
-def _report(pipeline: config.PipelineConfig, _stages: list[str]) -> int:
+def _report(pipeline: config.PipelineConfig, _options: argparse.Namespace) -> int:
     from draftworks.report.build import write_report
 
     print(write_report(pipeline, Workspace(Path(pipeline.workspace))))
@@ -104,7 +130,7 @@ def _status(root: Path) -> int:
     return 0
 
 
-COMMANDS = {"check": _check, "run": _run, "verify": _verify, "report": _report}
+COMMANDS = {"check": _check, "prepare": _prepare, "run": _run, "verify": _verify, "report": _report}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -119,6 +119,8 @@ class EngineConfig(Settings, title="Engine server"):
 
     tensor_parallel: int = Field(1, ge=1)
     """GPUs that share one copy of the target."""
+    port: int = Field(8000, ge=1, le=65535, json_schema_extra=OPERATIONAL)
+    """Port of 127.0.0.1 that the server listens on."""
     flags: dict[str, str] = Field(default_factory=dict)
     """Command-line flags of the server."""
     environment: dict[str, str] = Field(default_factory=dict)
@@ -233,6 +235,31 @@ class PublishConfig(Settings, title="Publish"):
     """eagle: SGLang and vLLM. speculators: vLLM, also as --model."""
 
 
+class GatesConfig(Settings, title="Gates"):
+    """What opens the next stage. Nothing here changes a result."""
+
+    on_incomplete: Literal["fail", "wait"] = "fail"
+    """When the files of an earlier stage are not complete: end with the true count, or wait and
+    watch. A pipeline's own stages always wait for each other."""
+    share: float = Field(1.0, ge=0, le=1)
+    """Share of the units whose every byte is read, chosen anew each time; the others are held
+    against their sizes only. 1 reads everything."""
+
+
+class JobsConfig(Settings, title="Jobs"):
+    """Where the work runs, and what is proved about it before. Nothing here changes a result."""
+
+    python: str = ""
+    """Interpreter of the environment that runs the jobs; the worker's own when empty."""
+    requires: dict[str, str] = Field(default_factory=dict)
+    """Package -> version range which that environment must have, such as {"torch": ">=2.10"}."""
+    prepare: bool = True
+    """Prepare each stage while the one before it runs: its checks, and the stage itself on a few
+    samples. Without it, a stage is checked when its turn has come."""
+    notify: str | None = None
+    """Notification block, such as "slack-webhook/team", that is told of failed preparations."""
+
+
 class PipelineConfig(Settings, title="Pipeline"):
     """Everything that decides a drafter, from prompts to published checkpoint."""
 
@@ -248,6 +275,13 @@ class PipelineConfig(Settings, title="Pipeline"):
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     publish: PublishConfig = PublishConfig()
+    gates: GatesConfig = Field(GatesConfig(), json_schema_extra=OPERATIONAL)
+    jobs: JobsConfig = Field(JobsConfig(), json_schema_extra=OPERATIONAL)
+    allow_partial: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._-]+$", json_schema_extra=OPERATIONAL
+    )
+    """For experiments only: the name of one that trains on the hidden states that are committed
+    when it first starts. It lives in a workspace of its own, and report and model card say so."""
 
     @model_validator(mode="after")
     def _drafts_what_it_trained(self) -> "PipelineConfig":

@@ -46,6 +46,20 @@ class Workspace:
     def report(self, identity: str) -> Path:
         return self.root / "reports" / f"report-{identity}"
 
+    @property
+    def part_file(self) -> Path:
+        """There in the workspace of a frozen part only."""
+        return self.root / "part.json"
+
+    @property
+    def part(self) -> str:
+        """What a frozen part holds, such as "18,420 of 37,312 samples (49.3%)"; else empty."""
+        if not self.part_file.is_file():
+            return ""
+        part = json.loads(self.part_file.read_text())
+        share = part["samples"] / part["of"]
+        return f"{part['samples']:,} of {part['of']:,} samples ({share:.1%})"
+
     def require_writable(self) -> None:
         """Create the root and prove that it can be written. Raises DraftworksError."""
         try:

@@ -1,21 +1,32 @@
 """The flows of a host: checks before any work, one flow per stage, the report.
 
-A stage is: gate of its inputs, preparation, job, gate of its output. Each flow runs alone too, from
+A stage is: preparation, gate of its inputs, job, gate of its output. Each flow runs alone too, from
 its own deployment, on the host that holds the data.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from prefect import State, flow, get_run_logger
 from prefect.states import Completed
 
 from blocks import with_blocks
 from draftworks.config import PipelineConfig
-from tasks.gates import found, gate
+from draftworks.errors import DraftworksError
+from tasks.gates import NotYetError, found, gate
 from tasks.jobs import run_job, stop_job
-from tasks.places import stage_of
-from tasks.preparation import check_everything, prepare, show_plan
+from tasks.places import experiment, stage_of
+from tasks.preparation import (
+    check_everything,
+    preparing,
+    ready,
+    show_check,
+    show_checks,
+    show_plan,
+    warn,
+)
 from tasks.reports import make_report
+
+StageName = Literal["generate", "vocab", "extract", "train", "evaluate", "publish"]
 
 
 @flow(name="check", flow_run_name="{config.name}")
@@ -65,16 +76,43 @@ def publish(config: PipelineConfig) -> None:
 @flow(name="report", flow_run_name="{config.name}")
 def report(config: PipelineConfig) -> State[Any]:
     """The figures of a finished pipeline. The state's message is the summary, for who waits."""
-    return Completed(message=make_report(config))
+    return Completed(message=make_report(experiment(config)))
 
 
-def _run(name: str, config: PipelineConfig) -> None:
-    config = with_blocks(config)
-    for source in stage_of(name, config).inputs:
-        gate(source.name, config)
-    if found(name, config):
+@flow(name="prepare", flow_run_name="prepare {name}: {config.name}")
+def prepare(name: StageName, config: PipelineConfig) -> None:
+    """The checks of one stage and a run of it on a few samples, beside the stage that runs now.
+
+    Alone, from its own deployment: to prove a remedy before the stage's turn comes.
+    """
+    config = experiment(with_blocks(config))
+    checks = []
+    for item in preparing(name, config):
+        checks.append((name, item))
+        if not show_check(item, return_state=True).is_completed():
+            warn(name, item, config)
+    if failed := show_checks(f"preparation-{name}", checks):
+        raise DraftworksError(failed)
+
+
+def _run(name: StageName, config: PipelineConfig) -> None:
+    config = experiment(with_blocks(config))
+    there = found(name, config)
+    if config.jobs.prepare and not there:
+        prepare(name, config, return_state=True)  # a failure has warned; its remedy may yet come
+    wait = config.gates.on_incomplete == "wait"
+    sources = [source.name for source in stage_of(name, config).inputs]
+    inputs = {source: gate(source, config, wait=wait) for source in sources}
+    if there:
         get_run_logger().info("%s is there already; nothing to do", name)
         return
-    prepare(name, config)
-    run_job(name, config)
-    gate(name, config)
+    if not ready(name, config):
+        prepare(name, config)
+    run_job(name, config, inputs)
+    try:
+        gate(name, config)
+    except NotYetError as refusal:
+        if not refusal.damaged:
+            raise
+        run_job(name, config, inputs)  # sets aside what is damaged, and makes just that again
+        gate(name, config)

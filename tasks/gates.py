@@ -1,40 +1,91 @@
 """Gates: a stage may start when the files say that its inputs are complete. Never cached."""
 
+import platform
+import time
+from typing import TYPE_CHECKING
+
 from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
+from draftworks.supervision.job import Job
+from draftworks.supervision.job import State as JobState
 from tasks.places import stage_of
+
+if TYPE_CHECKING:
+    from draftworks.stages.base import Verdict
+
+LOOK_SECONDS = (0.5, 60.0)
+"""Shortest and longest time between two looks of a gate that waits."""
+SHOW_SECONDS = 10.0
+"""Between two updates of what a waiting gate shows."""
+
+
+class NotYetError(DraftworksError):
+    """A gate is shut. `damaged`: whether running the stage again would mend it."""
+
+    def __init__(self, message: str, *, damaged: bool) -> None:
+        super().__init__(message)
+        self.damaged = damaged
 
 
 @task(name="gate", task_run_name="gate: {name}", cache_policy=NO_CACHE)
-def gate(name: str, config: PipelineConfig) -> str:
-    """Read every byte of a stage's output. Returns its digest.
+def gate(name: str, config: PipelineConfig, *, wait: bool = False) -> str:
+    """Read a stage's output. Returns its digest.
 
-    Raises DraftworksError with the true count when it is not complete or not sound.
+    Not complete: raises NotYetError with the true count, or with `wait` watches until it is. What
+    has been read is not read again meanwhile, so the gate opens within seconds of the last unit.
     """
-    verdict = stage_of(name, config).verify()
-    create_table_artifact(
-        key=f"gate-{name}",
-        table=[
-            {
-                "stage": verdict.stage,
-                "found": f"{verdict.done:,} of {verdict.expected:,} {verdict.unit}",
-                "problems": "; ".join(verdict.problems[:10]) or "none",
-                "gate": "open" if verdict.complete else "shut",
-                "digest": verdict.digest[:16],
-            }
-        ],
-        description=f"Gate behind {name}, by reading the files",
-    )
-    if not verdict.complete:
-        raise DraftworksError(f"not yet. {verdict.sentence}")
-    get_run_logger().info(verdict.sentence)
-    return verdict.digest
+    from draftworks.stages.base import Seen
+
+    stage, job = stage_of(name, config), Job(stage_of(name, config).job_directory)
+    seen, shown = Seen(), 0.0
+    while True:
+        started = time.monotonic()
+        failure = job.exit().get("error") if job.state() is JobState.FAILED else None
+        verdict = stage.verify(share=config.gates.share, seen=seen)
+        opens = stage.accepts(verdict)
+        sentence = _sentence(verdict, job, failure)
+        if opens or time.monotonic() - shown > SHOW_SECONDS:
+            shown = time.monotonic()
+            _show(verdict, sentence, opens=opens)
+        if opens:
+            get_run_logger().info(sentence)
+            return verdict.digest
+        if not wait or failure:
+            raise NotYetError(f"not yet. {sentence}", damaged=bool(verdict.damaged))
+        shortest, longest = LOOK_SECONDS
+        time.sleep(min(longest, max(shortest, 5 * (time.monotonic() - started))))
 
 
+@task(name="output gate", task_run_name="gate: {name}", cache_policy=NO_CACHE)
 def found(name: str, config: PipelineConfig) -> bool:
     """Whether the work is there already, whoever did it."""
-    return stage_of(name, config).verify().complete
+    stage = stage_of(name, config)
+    return stage.accepts(stage.verify(share=config.gates.share))
+
+
+def _sentence(verdict: "Verdict", job: Job, failure: str | None) -> str:
+    """The count, and what is known of the rest: when, and whether anything works on it."""
+    if verdict.complete:
+        return verdict.sentence
+    host = platform.node()
+    if failure:
+        return f"{verdict.sentence}; its job failed: {failure}"
+    if not job.alive():
+        return f"{verdict.sentence}; no job is running on {host}"
+    estimate = job.estimate()
+    return f"{verdict.sentence}, {estimate.sentence}, job running on {host}"
+
+
+def _show(verdict: "Verdict", sentence: str, *, opens: bool) -> None:
+    create_table_artifact(
+        key=f"gate-{verdict.stage}",
+        table=[
+            {"": "gate", "found": "open" if opens else "shut"},
+            *({"": name, "found": text} for name, text in verdict.rows()),
+        ],
+        description=sentence,
+    )

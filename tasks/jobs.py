@@ -8,6 +8,7 @@ failed.
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefect import Flow, State, get_run_logger, task
@@ -21,10 +22,11 @@ from draftworks.estimates.remaining import Pace
 from draftworks.supervision.job import Job, Status
 from draftworks.supervision.job import State as JobState
 from draftworks.workspace import commit_json
-from tasks.places import stage_of
+from tasks.places import experiment, preparation_of, stage_of
 
 POLL_SECONDS = 0.5
 ARTIFACT_SECONDS = 5.0
+CONFIG = "CONFIG"
 
 
 class JobLostError(Exception):
@@ -36,6 +38,11 @@ def can_pass(_task: Any, _run: Any, state: State[Any]) -> bool:
     return isinstance(state.result(raise_on_failure=False), JobLostError)
 
 
+def job_task_name(name: str) -> str:
+    """Of the task run that has a stage's job. Its start tells that the stage is at work."""
+    return f"job: {name}"
+
+
 @task(
     name="job",
     task_run_name="job: {name}",
@@ -45,17 +52,16 @@ def can_pass(_task: Any, _run: Any, state: State[Any]) -> bool:
     retry_condition_fn=can_pass,
     cache_policy=NO_CACHE,
 )
-def run_job(name: str, config: PipelineConfig) -> None:
+def run_job(name: str, config: PipelineConfig, inputs: Mapping[str, str]) -> None:
     """Start the stage's job or attach to it, and watch it to its end.
 
-    Raises JobLostError when it was killed, DraftworksError with its own message when it failed.
+    inputs: digest of each input as its gate saw it; the job holds them against the files once
+    more. Raises JobLostError when it was killed, DraftworksError with its own message when it
+    failed.
     """
-    stage = stage_of(name, config)
-    job = Job(stage.job_directory)
-    settings = job.directory / "config.json"
-    commit_json(settings, config.model_dump(mode="json"))
-    command = [sys.executable, "-m", "draftworks", "run", str(settings), name]
-    started = job.launch_or_attach(command, os.environ)
+    job = Job(stage_of(name, config).job_directory)
+    seen = [word for source, digest in inputs.items() for word in ("--input", f"{source}={digest}")]
+    started = launch(job, config, ["run", CONFIG, name, *seen], os.environ)
     get_run_logger().info("%s %s", "started" if started else "attached to", job.directory)
     _watch(name, job)
     match job.state():
@@ -69,10 +75,33 @@ def run_job(name: str, config: PipelineConfig) -> None:
             raise JobLostError(f"{name} is {state.value}. Last lines of its log:\n{job.tail()}")
 
 
+def launch(
+    job: Job, config: PipelineConfig, command: Sequence[str], environment: Mapping[str, str]
+) -> bool:
+    """Start `python -m draftworks <command>` as this job unless it runs already, with the
+    interpreter that the config names. CONFIG in it stands for the file with the config.
+
+    Returns whether it started. Raises DraftworksError when that interpreter cannot be run.
+    """
+    settings = job.directory / "config.json"
+    commit_json(settings, config.model_dump(mode="json"))
+    python = config.jobs.python or sys.executable
+    words = [str(settings) if word is CONFIG else word for word in command]
+    try:
+        return job.launch_or_attach([python, "-m", "draftworks", *words], environment)
+    except OSError as error:
+        raise DraftworksError(
+            f"jobs.python {python} cannot be run: {error.strerror}. Name the interpreter of the "
+            "environment that the jobs run in."
+        ) from None
+
+
 def stop_job(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Cancellation hook: ask the job of the cancelled stage to end at its next unit."""
-    config = PipelineConfig.model_validate(flow_run.parameters["config"])
-    Job(stage_of(flow.name, config).job_directory).stop()
+    """Cancellation hook: ask what runs for the cancelled stage to end at its next unit."""
+    config = experiment(PipelineConfig.model_validate(flow_run.parameters["config"]))
+    stage = stage_of(flow.name, config)
+    for job in (Job(stage.job_directory), preparation_of(flow.name, config).job):
+        job.stop()
 
 
 def _watch(name: str, job: Job) -> None:

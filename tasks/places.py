@@ -1,4 +1,7 @@
-"""From a pipeline's config to its stages on this host."""
+"""From a pipeline's config to its stages on this host.
+
+The orchestrator imports the tasks too, and has no torch: what needs it is imported when called.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,6 +10,7 @@ from draftworks.config import PipelineConfig
 from draftworks.workspace import Workspace
 
 if TYPE_CHECKING:
+    from draftworks.preparation.prepare import Preparation
     from draftworks.stages.base import Stage
 
 
@@ -15,7 +19,21 @@ def workspace_of(config: PipelineConfig) -> Workspace:
 
 
 def stage_of(name: str, config: PipelineConfig) -> "Stage":
-    # The orchestrator imports the tasks too, and has no torch.
     from draftworks.stages import stage_named
 
     return stage_named(name)(config, workspace_of(config))
+
+
+def preparation_of(name: str, config: PipelineConfig) -> "Preparation":
+    from draftworks.preparation.prepare import Preparation
+
+    return Preparation(stage_of(name, config))
+
+
+def experiment(config: PipelineConfig) -> PipelineConfig:
+    """The config with the workspace of its experiment, if `allow_partial` names one."""
+    if config.allow_partial is None:
+        return config
+    from draftworks.stages.frozen import experiment
+
+    return experiment(config)

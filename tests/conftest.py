@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from importlib import resources
@@ -18,7 +19,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftworks.config import PipelineConfig
+from draftworks.progress import Progress
+from draftworks.stages import STAGES
 from draftworks.target import Target
+from draftworks.workspace import Workspace
 
 CHATML = (
     "{% for message in messages %}"
@@ -104,6 +108,24 @@ def make_config(tiny_target: Target, prompt_texts: list[str]) -> Callable[..., P
 def tiny_config(tmp_path: Path, make_config: Callable[..., PipelineConfig]) -> PipelineConfig:
     """A pipeline that runs in seconds, with its workspace in tmp_path / "workspace"."""
     return make_config(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def finished_once(
+    tmp_path_factory: pytest.TempPathFactory, make_config: Callable[..., PipelineConfig]
+) -> PipelineConfig:
+    """Never to be changed."""
+    config = make_config(tmp_path_factory.mktemp("finished"))
+    for stage in STAGES.values():
+        stage(config, Workspace(Path(config.workspace))).run(Progress())
+    return config
+
+
+@pytest.fixture
+def finished(finished_once: PipelineConfig, tiny_config: PipelineConfig) -> PipelineConfig:
+    """A finished pipeline to spoil."""
+    shutil.copytree(finished_once.workspace, tiny_config.workspace)
+    return tiny_config
 
 
 def chat_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

@@ -229,6 +229,13 @@ class ReferenceEngine:
             for row, sequence in enumerate(sequences)
         ]
 
+    @torch.inference_mode()
+    def logprobs(self, tokens: Sequence[int]) -> Tensor:
+        """Log-probability [T-1] of each token after the first, by the model's own forward."""
+        ids = torch.tensor([tokens], device=self.device)
+        logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
     def next_tokens(self, last: Tensor) -> Tensor:
         """The target's greedy choice [T] int32 for normed states [T, H]."""
         return (last @ self.head.T).argmax(-1).to(torch.int32)

@@ -95,9 +95,12 @@ class SampleStore:
         """Reason -> count."""
         return Counter(reason for row in self.rows() for reason in row["rejected"].values())
 
-    def samples(self) -> Iterator[Sample]:
-        """All samples, part by part. Raises DraftworksError on a missing or damaged part."""
+    def samples(self, of: Collection[str] | None = None) -> Iterator[Sample]:
+        """All samples, part by part; `of` some ids, only the parts that hold them are read.
+        Raises DraftworksError on a missing or damaged part."""
         for row in self.rows():
+            if of is not None and not any(name in of for name in row["sample_ids"]):
+                continue
             for values in self._read(row, ["conversation_id", "token_ids", *SAMPLE_COLUMNS]):
                 tokens = tuple(values.pop("token_ids"))
                 yield Sample(token_ids=tokens, **values)

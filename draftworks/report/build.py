@@ -1,7 +1,7 @@
 """Collects the final report from what lies on disk: artifacts and job histories."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
@@ -16,7 +16,7 @@ from draftworks.report.model import (
     ValidationRow,
 )
 from draftworks.report.page import render
-from draftworks.stages import STAGES
+from draftworks.stages import all_stages
 from draftworks.stages.evaluate import Evaluate
 from draftworks.stages.extract import Extract
 from draftworks.stages.generate import Generate
@@ -41,13 +41,13 @@ def write_report(config: PipelineConfig, workspace: Workspace) -> Path:
 
 
 def build_report(config: PipelineConfig, workspace: Workspace) -> Report:
-    stages = {name: stage(config, workspace) for name, stage in STAGES.items()}
+    stages = all_stages(config, workspace)
     for stage in stages.values():
-        if not (verdict := stage.verify(deep=False)).complete:
+        if not stage.accepts(verdict := stage.verify(deep=False)):
             raise DraftworksError(f"no report yet. {verdict.sentence}")
-    generate, vocab = Generate(config, workspace), Vocab(config, workspace)
-    extract, train = Extract(config, workspace), Train(config, workspace)
-    evaluate, publish = Evaluate(config, workspace), Publish(config, workspace)
+    publish = cast("Publish", stages["publish"])
+    generate, vocab, extract = publish.of(Generate), publish.of(Vocab), publish.of(Extract)
+    train, evaluate = publish.of(Train), publish.of(Evaluate)
     parts = generate.store.rows()
     evaluation = evaluate.record()
     spans = [
@@ -93,7 +93,7 @@ def build_report(config: PipelineConfig, workspace: Workspace) -> Report:
         seconds=seconds,
         timeline=spans,
         published={form: str(publish.folder(form)) for form in config.publish.formats},
-        warnings=_warnings(config, parts),
+        warnings=_warnings(config, workspace, parts),
     )
 
 
@@ -125,11 +125,18 @@ def _training(train: Train) -> Training:
     )
 
 
-def _warnings(config: PipelineConfig, parts: list[dict[str, Any]]) -> list[str]:
+def _warnings(
+    config: PipelineConfig, workspace: Workspace, parts: list[dict[str, Any]]
+) -> list[str]:
     """What a reader of the figures should know."""
     samples = sum(len(row["sample_ids"]) for row in parts)
     truncated = sum(row["truncated"] for row in parts)
     warnings = []
+    if workspace.part:
+        warnings.append(
+            f"An experiment on a part of the data: {workspace.part} (allow_partial "
+            f"{config.allow_partial})."
+        )
     if truncated > samples / 2:
         warnings.append(
             f"{truncated / samples:.0%} of the answers ended by length "

@@ -134,8 +134,14 @@ class Stage(ABC):
         """Raises DraftworksError unless every input is complete on disk."""
         for cls in self.inputs:
             verdict = self.of(cls).verify(deep=False)
-            if not verdict.complete:
+            if not self.accepts(verdict):
                 raise DraftworksError(f"{self.name} cannot start. {verdict.sentence}")
+
+    def accepts(self, verdict: Verdict) -> bool:
+        """Whether an output is enough: complete, or in an experiment on a part
+        (`allow_partial`) sound as far as it goes."""
+        partial = self.config.allow_partial is not None and verdict.done > 0 and verdict.sound
+        return verdict.complete or partial
 
     def input_digests(self) -> dict[str, str]:
         """What the inputs hold now, by their names. A record keeps it, and `changed_inputs`

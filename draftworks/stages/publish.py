@@ -55,9 +55,9 @@ class Publish(Stage):
             progress.check_stop()
             progress.phase(f"writing {form}")
             with commit_directory(self.folder(form)) as folder:
-                write_checkpoint(folder, form, drafter, vocabulary, self._facts(), self._notes())
+                write_checkpoint(folder, form, drafter, vocabulary, self.facts, self._notes())
                 (folder / "README.md").write_text(self._card(form), encoding="utf-8")
-                self._require_same_logits(folder, drafter)
+                self.require_same_logits(folder, drafter)
             for path in sorted(self.folder(form).iterdir()):
                 files[f"{form}/{path.name}"] = file_digest(path)
             progress.advance()
@@ -83,7 +83,7 @@ class Publish(Stage):
             file_digest(self.record_file) if record else "",
         )
 
-    def _require_same_logits(self, folder: Path, drafter: Drafter) -> None:
+    def require_same_logits(self, folder: Path, drafter: Drafter) -> None:
         """Reload an export and hold its logits on a held-out sample against the trained ones.
 
         Exactly equal: both sides use the weights rounded to bfloat16, as the engines do.
@@ -112,7 +112,8 @@ class Publish(Stage):
                 f"{self.of(Extract).layers}"
             )
 
-    def _facts(self) -> TargetFacts:
+    @property
+    def facts(self) -> TargetFacts:
         return TargetFacts(
             self.config.target.model,
             self.target.architectures,
@@ -127,6 +128,7 @@ class Publish(Stage):
             "draftworks": __version__,
             "target": self.config.target.model,
             "identity": self.of(Train).identity,
+            **({"part": self.workspace.part} if self.workspace.part else {}),
             "coverage": self.of(Vocab).record()["coverage"],
             "acceptance_length": {
                 "measured": evaluation["measured"]["length"],
@@ -155,6 +157,11 @@ class Publish(Stage):
             f"{settings.draft_tokens} draft tokens, measured by greedy speculation on "
             f"{evaluation['prompts']} held-out prompts "
             f"(estimated {evaluation['estimated']['length']:.2f}).\n\n"
+            f"{self._part_notice()}"
             f"    {command}\n\n"
             f"Made by Draftworks {__version__}; draftworks.json says how.\n"
         )
+
+    def _part_notice(self) -> str:
+        part = self.workspace.part
+        return f"**An experiment, trained on a part of the data: {part}.**\n\n" if part else ""

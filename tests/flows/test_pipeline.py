@@ -17,12 +17,13 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.states import Cancelled, Completed, Failed
+from prefect.states import Cancelled, Completed, Failed, Running
 
 from draftworks.config import PipelineConfig
 from draftworks.stages import STAGES
 from flows.pipeline import pipeline
 from tasks.host_runs import cancel_host_runs
+from tasks.jobs import job_task_name, run_job
 
 NAMES = ("check", *STAGES, "report")
 Outcome = Callable[[FlowRun], State[Any] | None]
@@ -89,7 +90,8 @@ def test_every_step_waits_for_what_it_needs(
     assert host.started[:2] == ["check", "generate"]
     assert set(host.started[2:4]) == {"vocab", "extract"}
     assert host.started[4:] == ["train", "evaluate", "publish", "report"]
-    assert all(config == tiny_config for config in host.configs)
+    plain = [config.model_copy(update={"gates": tiny_config.gates}) for config in host.configs]
+    assert all(config == tiny_config for config in plain)
     assert shown("report").data == "# acceptance length 2.34"
 
 
@@ -141,3 +143,98 @@ def test_a_cancelled_pipeline_cancels_what_it_started(
     assert state.is_failed()
     assert "generate is Cancelled" in state.message
     assert host.started == ["check", "generate"]
+
+
+def test_a_stage_is_ordered_while_the_one_before_it_works(
+    host: Host, tiny_config: PipelineConfig
+) -> None:
+    """And only that one: each waits until the stage before it has come to its job."""
+    extracting: list[FlowRun] = []
+
+    def works(run: FlowRun) -> None:
+        extracting.append(run)
+        with get_client(sync_client=True) as client:
+            client.create_task_run(
+                run_job, run.id, "0", name=job_task_name("extract"), state=Running()
+            )
+
+    def ends_extract(run: FlowRun) -> State[Any]:
+        assert run.parameters["config"]["gates"]["on_incomplete"] == "wait"
+        assert "evaluate" not in host.started
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(extracting[0].id, Completed(), force=True)
+        return Completed()
+
+    host.outcomes["extract"] = [works]
+    host.outcomes["train"] = [ends_extract]
+    pipeline(tiny_config)
+    assert host.started[4:] == ["train", "evaluate", "publish", "report"]
+
+
+def test_without_preparation_each_stage_waits_for_the_end_of_the_last(
+    host: Host, tiny_config: PipelineConfig
+) -> None:
+    def still_works(run: FlowRun) -> None:
+        with get_client(sync_client=True) as client:
+            client.create_task_run(
+                run_job, run.id, "0", name=job_task_name("generate"), state=Running()
+            )
+
+        def end() -> None:
+            assert host.started == ["check", "generate"]
+            with get_client(sync_client=True) as client:
+                client.set_flow_run_state(run.id, Completed(), force=True)
+
+        context = copy_context()
+        threading.Timer(0.5, lambda: context.run(end)).start()
+
+    host.outcomes["generate"] = [still_works]
+    jobs = tiny_config.jobs.model_copy(update={"prepare": False})
+    pipeline(tiny_config.model_copy(update={"jobs": jobs}))
+    assert len(host.started) == len(NAMES)
+    assert {config.gates.on_incomplete for config in host.configs} == {"fail"}
+
+
+def test_what_waits_for_a_failed_stage_is_cancelled_and_what_works_goes_on(
+    host: Host, tiny_config: PipelineConfig
+) -> None:
+    """vocab fails while extraction works for hours and training waits for both."""
+    works: dict[str, FlowRun] = {}
+
+    def at_work(name: str) -> Outcome:
+        def outcome(run: FlowRun) -> None:
+            works[name] = run
+            with get_client(sync_client=True) as client:
+                client.create_task_run(
+                    run_job, run.id, "0", name=job_task_name(name), state=Running()
+                )
+
+        return outcome
+
+    def vocab_fails(run: FlowRun) -> None:
+        works["train"] = run
+        with get_client(sync_client=True) as client:
+            failure = Failed(message="DraftworksError: no room")
+            client.set_flow_run_state(works["vocab"].id, failure, force=True)
+
+        def extract_ends_when_train_is_cancelled() -> None:
+            with get_client(sync_client=True) as client:
+                while not client.read_flow_run(run.id).state.is_cancelling():
+                    host.ended.wait(0.05)
+                client.set_flow_run_state(run.id, Cancelled(), force=True)
+                extract = client.read_flow_run(works["extract"].id)
+                assert extract.state.is_scheduled()  # nobody touched it
+                client.set_flow_run_state(extract.id, Completed(), force=True)
+
+        context = copy_context()
+        threading.Thread(target=context.run, args=[extract_ends_when_train_is_cancelled]).start()
+
+    host.outcomes["vocab"] = [at_work("vocab")]
+    host.outcomes["extract"] = [at_work("extract")]
+    host.outcomes["train"] = [vocab_fails]
+    state = pipeline(tiny_config, return_state=True)
+    assert state.is_failed()
+    assert state.message.endswith("vocab is Failed: DraftworksError: no room")
+    assert "evaluate" not in host.started
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(works["extract"].id).state.is_completed()
