@@ -69,7 +69,7 @@ def _run(pipeline: config.PipelineConfig, names: list[str]) -> int:
         stage = stage_named(name)(pipeline, workspace)
         if status := run_job(stage.job_directory, stage.run):
             return status
-        print(stage.verify(deep=False).sentence)
+        print(stage.verify(share=0).sentence)
     return 0
 
 

@@ -22,7 +22,11 @@ def gate(name: str, config: PipelineConfig) -> str:
             {
                 "stage": verdict.stage,
                 "found": f"{verdict.done:,} of {verdict.expected:,} {verdict.unit}",
-                "problems": "; ".join(verdict.problems[:10]) or "none",
+                "problems": "; ".join(
+                    f"{row['count']} {row['found']}: {row['which']}" for row in verdict.rows()
+                )
+                or "none",
+                "checked": verdict.checked,
                 "gate": "open" if verdict.complete else "shut",
                 "digest": verdict.digest[:16],
             }

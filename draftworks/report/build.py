@@ -43,7 +43,7 @@ def write_report(config: PipelineConfig, workspace: Workspace) -> Path:
 def build_report(config: PipelineConfig, workspace: Workspace) -> Report:
     stages = {name: stage(config, workspace) for name, stage in STAGES.items()}
     for stage in stages.values():
-        if not (verdict := stage.verify(deep=False)).complete:
+        if not (verdict := stage.verify(share=0)).complete:
             raise DraftworksError(f"no report yet. {verdict.sentence}")
     generate, vocab = Generate(config, workspace), Vocab(config, workspace)
     extract, train = Extract(config, workspace), Train(config, workspace)
