@@ -38,9 +38,10 @@ def gate(name: str, config: PipelineConfig, *, wait: bool = False) -> str:
     Not complete: raises NotYetError with the true count, or with `wait` watches until it is. What
     has been read is not read again meanwhile, so the gate opens within seconds of the last unit.
     """
-    from draftworks.stages.base import Seen
+    from draftworks.records.inspection import Seen
 
-    stage, job = stage_of(name, config), Job(stage_of(name, config).job_directory)
+    stage = stage_of(name, config)
+    job = Job(stage.job_directory)
     seen, shown = Seen(), 0.0
     while True:
         started = time.monotonic()
@@ -81,11 +82,13 @@ def _sentence(verdict: "Verdict", job: Job, failure: str | None) -> str:
 
 
 def _show(verdict: "Verdict", sentence: str, *, opens: bool) -> None:
+    counted = f"{verdict.done:,} of {verdict.expected:,}"
     create_table_artifact(
         key=f"gate-{verdict.stage}",
         table=[
-            {"": "gate", "found": "open" if opens else "shut"},
-            *({"": name, "found": text} for name, text in verdict.rows()),
+            {"found": "gate", "count": "open" if opens else "shut", "which": verdict.checked},
+            {"found": verdict.unit, "count": counted, "which": verdict.digest},
+            *verdict.rows(),
         ],
         description=sentence,
     )

@@ -12,7 +12,7 @@ processes too: torch, safetensors and the standard library only.
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftworks.errors import DraftworksError
-from draftworks.records.manifest import ManifestWriter, iterate_manifest, rewrite_manifest
-from draftworks.workspace import commit_file, digest, file_digest
+from draftworks.records.inspection import Findings
+from draftworks.records.manifest import ManifestWriter, iterate_manifest
+from draftworks.records.quarantine import Quarantine
+from draftworks.workspace import commit_file, digest, file_digest, remove_partial
 
+KEPT = 100
 SAMPLE_ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -99,65 +102,34 @@ class StateStore:
 
     def digest(self) -> str:
         """Digest of what the store holds, whatever the order of commitment."""
-        return digest(sorted((row["id"], row["sha256"]) for row in self.rows()))
+        return digest(sorted({(row["id"], row["sha256"]) for row in self.rows()}))
 
-    def faults(
-        self, expected: dict[str, int], convention: Convention, hidden_size: int, *, deep: bool
-    ) -> dict[str, str]:
-        """Sample id -> what is wrong with it; empty when the store is sound.
+    def quarantine(self, findings: Findings) -> None:
+        """Move the samples found damaged and what is foreign aside, and drop doubled rows. What
+        is expected among them is extracted again.
 
-        expected: sample id -> T. Holds the manifest against the files' sizes; with `deep` also
-        against their headers and checksums, which reads every byte.
+        Of the damaged files no more than KEPT lie in quarantine, so that a store that is damaged
+        as a whole does not fill the disk: the others keep their row there and are overwritten.
         """
-        found: dict[str, str] = {}
-        seen: set[str] = set()
-        for row in self.rows():
-            name = row["id"]
-            if name in seen:
-                found[name] = "twice in the manifest"
-            elif name not in expected:
-                found[name] = "not one of the generated samples"
-            elif fault := self._fault(row, expected[name], convention, hidden_size, deep):
-                found[name] = fault
-            seen.add(name)
-        return found
+        kept = KEPT - sum(1 for _ in self._quarantine.folder.glob("*"))
+        foreign = dict.fromkeys(findings.foreign, "foreign")
+        moved = [*list(findings.damaged)[: max(0, kept)], *foreign]
+        files = {name: self._file(name) for name in moved}
+        self._quarantine.drop_duplicates()
+        self._quarantine.put({**findings.damaged, **foreign}, files)
 
-    def discard(self, names: Collection[str]) -> None:
-        """Take samples out of the manifest, so that they are extracted again."""
-        if names:
-            rewrite_manifest(self.manifest, lambda row: row["id"] not in names)
+    def recover(self) -> None:
+        """Carry to its end, or clear, what a killed run has begun. Call under the job's lock."""
+        remove_partial(self.root)
+        self._quarantine.finish()
 
-    def _fault(
-        self,
-        row: dict[str, Any],
-        tokens: int,
-        convention: Convention,
-        hidden_size: int,
-        deep: bool,
-    ) -> str | None:
-        path = self.path(row["id"])
-        if not path.is_file():
-            return f"{path.name} is missing"
-        if path.stat().st_size != row["bytes"]:
-            return f"{path.name} has {path.stat().st_size} bytes, expected {row['bytes']}"
-        if not deep:
-            return None
-        if file_digest(path) != row["sha256"]:
-            return f"{path.name} differs from its checksum"
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata()
-        wanted = {
-            "token_ids": (tokens,),
-            "aux": (tokens, 3, hidden_size),
-            "last": (tokens, hidden_size),
-            "argmax": (tokens,),
-        }
-        if shapes != wanted:
-            return f"shapes {shapes}, expected {wanted}"
-        if metadata != (expected := convention.metadata(row["id"])):
-            return f"recorded as {metadata}, expected {expected}"
-        return None
+    @property
+    def _quarantine(self) -> Quarantine:
+        return Quarantine(self.root, self.manifest, "id")
+
+    def _file(self, name: str) -> Path:
+        """Of a sample, or a foreign file that was found inside the store."""
+        return self.path(name) if SAMPLE_ID.fullmatch(name) else self.root / name
 
 
 class StateWriter:

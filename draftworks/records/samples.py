@@ -6,7 +6,7 @@ without a trace.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftworks.errors import DraftworksError
-from draftworks.records.manifest import ManifestWriter, read_manifest, rewrite_manifest
-from draftworks.workspace import commit_file, digest, file_digest
+from draftworks.records.inspection import NO_ROW, Committed, Findings, Inspection
+from draftworks.records.manifest import ManifestWriter, read_manifest
+from draftworks.records.quarantine import FOLDER, LOG, Quarantine
+from draftworks.workspace import TEMPORARY, commit_file, digest, file_digest, remove_partial
 
 SCHEMA = pa.schema(
     [
@@ -85,11 +87,15 @@ class SampleStore:
     def rows(self) -> list[dict[str, Any]]:
         return read_manifest(self.manifest)
 
-    def conversations(self) -> set[str]:
-        """Ids of the conversations that are committed, kept or rejected."""
-        rows = self.rows()
+    def conversations(self, without: Collection[str] = ()) -> set[str]:
+        """Ids of the conversations that are committed, kept or rejected; without: parts that are
+        left out."""
+        rows = [row for row in self.rows() if row["file"] not in without]
         kept = {name for row in rows for name in row["conversation_ids"]}
         return kept | {name for row in rows for name in row["rejected"]}
+
+    def sample_ids(self) -> set[str]:
+        return {name for row in self.rows() for name in row["sample_ids"]}
 
     def rejected(self) -> Counter[str]:
         """Reason -> count."""
@@ -114,29 +120,60 @@ class SampleStore:
         """Digest of what the parts hold, whatever the order of their commitment."""
         return digest(sorted(row["sha256"] for row in self.rows()))
 
-    def faults(self, *, deep: bool) -> dict[str, str]:
-        """Part file -> what is wrong: missing, altered (by size; with `deep` by checksum), or
-        holding a conversation that an earlier part holds."""
-        found: dict[str, str] = {}
-        seen: set[str] = set()
-        for row in self.rows():
-            path = self.root / row["file"]
-            names = {*row["conversation_ids"], *row["rejected"]}
-            if not path.is_file():
-                found[row["file"]] = "missing"
-            elif path.stat().st_size != row["bytes"]:
-                found[row["file"]] = f"{path.stat().st_size} bytes, expected {row['bytes']}"
-            elif deep and file_digest(path) != row["sha256"]:
-                found[row["file"]] = "differs from its checksum"
-            elif doubled := names & seen:
-                found[row["file"]] = f"conversations {sorted(doubled)[:3]} are in another part too"
-            seen |= names
-        return found
+    def faults(self, wanted: Collection[str], inspection: Inspection) -> Findings:
+        """What is wrong with the parts, read as closely as `inspection` says.
 
-    def discard(self, files: Collection[str]) -> None:
-        """Take parts out of the manifest, so that their conversations are generated again."""
-        if files:
-            rewrite_manifest(self.manifest, lambda row: row["file"] not in files)
+        missing: of the `wanted` conversations. foreign: other conversations, and files that no row
+        names. duplicate and damaged: parts; a part is damaged too when it holds a conversation
+        that an earlier one holds, or one that nobody wants.
+        """
+        rows = {row["file"]: row for row in self.rows()}
+        damaged = inspection.damaged(
+            [
+                Committed(name, self.root / name, row["sha256"], row["bytes"])
+                for name, row in rows.items()
+            ]
+        )
+        held: set[str] = set()
+        for file, row in rows.items():
+            names = {*row["conversation_ids"], *row["rejected"]}
+            if doubled := names & held:
+                damaged.setdefault(file, f"holds conversation {min(doubled)} of another part")
+            if strange := names.difference(wanted):
+                damaged.setdefault(
+                    file, f"holds conversation {min(strange)}, not one of the prompts"
+                )
+            held |= names
+        counts = Counter(row["file"] for row in self.rows())
+        return Findings(
+            missing=tuple(name for name in wanted if name not in held),
+            duplicate=tuple(file for file, count in counts.items() if count > 1),
+            foreign=(*sorted(held.difference(wanted)), *self._strange_files(set(rows))),
+            damaged=damaged,
+        )
+
+    def quarantine(self, findings: Findings) -> None:
+        """Move the parts found damaged and the foreign files aside, and finish what a killed run
+        has begun. Their conversations are generated again."""
+        files = {name: self.root / name for name in (*findings.damaged, *findings.foreign)}
+        foreign = {name: NO_ROW for name in findings.foreign if files[name].exists()}
+        self._quarantine.drop_duplicates()
+        self._quarantine.put({**findings.damaged, **foreign}, files)
+
+    def recover(self) -> None:
+        """Carry to its end, or clear, what a killed run has begun. Call under the job's lock."""
+        remove_partial(self.root)
+        self._quarantine.finish()
+
+    @property
+    def _quarantine(self) -> Quarantine:
+        return Quarantine(self.root, self.manifest, "file")
+
+    def _strange_files(self, listed: set[str]) -> list[str]:
+        """Files that no row names. The next part may lie there before its row does."""
+        ours = {*listed, part_name(next_part(listed)), self.manifest.name, FOLDER, LOG}
+        names = {path.name for path in self.root.glob("*")} - ours
+        return sorted(name for name in names if not name.endswith(TEMPORARY))
 
     def _read(self, row: dict[str, Any], columns: list[str]) -> list[dict[str, Any]]:
         path = self.root / row["file"]
@@ -156,11 +193,11 @@ class SampleWriter:
     def __init__(self, store: SampleStore) -> None:
         self._store = store
         self._manifest = ManifestWriter(store.manifest)
-        self._number = 1 + max((int(row["file"][5:11]) for row in store.rows()), default=-1)
+        self._number = next_part(row["file"] for row in store.rows())
 
     def commit(self, samples: Sequence[Sample], rejected: Sequence[Rejected]) -> None:
         """Write one part, then its manifest row."""
-        name = f"part-{self._number:06d}.parquet"
+        name = part_name(self._number)
         path = self._store.root / name
         table = pa.Table.from_pylist(
             [
@@ -195,3 +232,12 @@ class SampleWriter:
 
     def close(self) -> None:
         self._manifest.close()
+
+
+def part_name(number: int) -> str:
+    return f"part-{number:06d}.parquet"
+
+
+def next_part(files: Iterable[str]) -> int:
+    """The number after the last of the committed parts."""
+    return 1 + max((int(file[5:11]) for file in files), default=-1)

@@ -43,7 +43,7 @@ def write_report(config: PipelineConfig, workspace: Workspace) -> Path:
 def build_report(config: PipelineConfig, workspace: Workspace) -> Report:
     stages = all_stages(config, workspace)
     for stage in stages.values():
-        if not stage.accepts(verdict := stage.verify(deep=False)):
+        if not stage.accepts(verdict := stage.verify(share=0)):
             raise DraftworksError(f"no report yet. {verdict.sentence}")
     publish = cast("Publish", stages["publish"])
     generate, vocab, extract = publish.of(Generate), publish.of(Vocab), publish.of(Extract)

@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +11,12 @@ from typing import Any, ClassVar, TypeVar, cast
 from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
+from draftworks.records.inspection import Committed, Findings, Inspection, Seen
 from draftworks.target import Target
 from draftworks.workspace import Workspace, digest
+
+NAMED = 3  # units that a sentence names of each kind
+NOTHING = Findings()
 
 
 @dataclass(frozen=True)
@@ -35,31 +39,64 @@ class Check:
     detail: str
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What lies on disk of a stage's output, by reading it."""
+@dataclass(frozen=True, kw_only=True)
+class Verdict(Findings):
+    """What lies on disk of a stage's output, by reading it.
+
+    done: units committed and not found damaged, of `expected`. problems: what is wrong with the
+    whole rather than with a unit. checked: how closely it looked. digest: of what it holds.
+    """
 
     stage: str
     title: str
     unit: str
     expected: int
     done: int
-    problems: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+    checked: str
     digest: str
 
     @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong with what is there, though some may be missing."""
+        return not (self.duplicate or self.foreign or self.damaged or self.problems)
+
+    @property
     def complete(self) -> bool:
-        return self.done == self.expected > 0 and not self.problems
+        return self.sound and not self.missing and self.done == self.expected > 0
 
     @property
     def sentence(self) -> str:
-        """One line for people: "hidden states: 18,420 of 37,312 samples (49.3 %)"."""
+        """One line for people: "hidden states: 18,420 of 37,312 samples (49.4%)", then what is
+        wrong, the first of each kind by name. A missing unit is named when few are missing."""
         share = self.done / self.expected if self.expected else 0.0
         text = f"{self.title}: {self.done:,} of {self.expected:,} {self.unit} ({share:.1%})"
-        if self.problems:
-            more = f" and {len(self.problems) - 3} more" if len(self.problems) > 3 else ""
-            text += f"; {len(self.problems)} problems: {'; '.join(self.problems[:3])}{more}"
+        for kind, names in self._kinds().items():
+            if kind != "missing" or len(names) <= NAMED:
+                text += f"; {len(names):,} {kind}: {_first(names)}"
         return text
+
+    def rows(self) -> list[dict[str, str]]:
+        """The findings as a table, a kind a row; empty when there are none."""
+        return [
+            {"found": kind, "count": f"{len(names):,}", "which": _first(names)}
+            for kind, names in self._kinds().items()
+        ]
+
+    def _kinds(self) -> dict[str, Sequence[str]]:
+        kinds: dict[str, Sequence[str]] = {
+            "missing": self.missing,
+            "duplicate": self.duplicate,
+            "foreign": self.foreign,
+            "damaged": [f"{name} {reason}" for name, reason in self.damaged.items()],
+            "problem" if len(self.problems) == 1 else "problems": self.problems,
+        }
+        return {kind: names for kind, names in kinds.items() if names}
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 S = TypeVar("S", bound="Stage")
@@ -114,10 +151,13 @@ class Stage(ABC):
         return self.directory / self.record_name
 
     def record(self) -> dict[str, Any]:
-        """What the stage wrote when it ended; empty while it has not."""
+        """What the stage wrote when it ended; empty while it has not, or when it is damaged."""
         if not self.record_file.is_file():
             return {}
-        record: dict[str, Any] = json.loads(self.record_file.read_text(encoding="utf-8"))
+        try:
+            record: dict[str, Any] = json.loads(self.record_file.read_text(encoding="utf-8"))
+        except ValueError:
+            return {}
         return record
 
     @property
@@ -130,12 +170,25 @@ class Stage(ABC):
             cls(self.config, self.workspace, self._family)
         return cast("S", self._family[cls])
 
-    def require_inputs(self) -> None:
-        """Raises DraftworksError unless every input is complete on disk."""
+    def require_inputs(self, expected: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The digests of the inputs, by their names, once every input is complete on disk.
+
+        expected: digests that a gate saw. Raises DraftworksError for an input that is not
+        complete, or no longer what the gate saw.
+        """
+        found = {}
         for cls in self.inputs:
-            verdict = self.of(cls).verify(deep=False)
+            verdict = self.of(cls).verify(share=0)
             if not self.accepts(verdict):
                 raise DraftworksError(f"{self.name} cannot start. {verdict.sentence}")
+            found[cls.name] = verdict.digest
+            seen = (expected or {}).get(cls.name, verdict.digest)
+            if seen != verdict.digest:
+                raise DraftworksError(
+                    f"{verdict.title} changed since the gate opened: gate saw {seen}, disk holds "
+                    f"{verdict.digest}; let the gate look again"
+                )
+        return found
 
     def accepts(self, verdict: Verdict) -> bool:
         """Whether an output is enough: complete, or in an experiment on a part
@@ -146,12 +199,13 @@ class Stage(ABC):
     def input_digests(self) -> dict[str, str]:
         """What the inputs hold now, by their names. A record keeps it, and `changed_inputs`
         holds it against what lies on disk later."""
-        return {cls.name: self.of(cls).verify(deep=False).digest for cls in self.inputs}
+        return {cls.name: self.of(cls).content() for cls in self.inputs}
 
     def changed_inputs(self, record: Mapping[str, Any]) -> list[str]:
         """Problems: inputs whose content is not what the record's output was made from."""
         if not record:
-            return []
+            damaged = f"{self.record_name} cannot be read; run {self.name} again"
+            return [damaged] if self.record_file.is_file() else []
         now = self.input_digests()
         return [
             f"made from other {cls.title} than lie on disk now; run {self.name} again"
@@ -159,12 +213,55 @@ class Stage(ABC):
             if record["inputs"][cls.name] != now[cls.name]
         ]
 
+    def damaged_files(
+        self, inspection: Inspection, files: Mapping[Path, str | None]
+    ) -> dict[str, str]:
+        """Name within the output -> what is wrong with it. files: their checksums as recorded;
+        None for a file that is not recorded yet."""
+        return inspection.damaged(
+            [
+                Committed(str(path.relative_to(self.directory)), path, sha256)
+                for path, sha256 in files.items()
+                if sha256
+            ]
+        )
+
     def already_complete(self, progress: Progress) -> bool:
         """Whether a whole and sound output lies there, so that there is nothing to do."""
-        verdict = self.verify()
+        verdict = self.verify(progress=progress)
         if verdict.complete:
             progress.begin(verdict.expected, self.unit, verdict.done)
         return verdict.complete
+
+    def verify(
+        self, *, share: float = 1.0, progress: Progress | None = None, seen: Seen | None = None
+    ) -> Verdict:
+        """Read what lies on disk.
+
+        share: of the files whose every byte is read; 0 looks at presence and sizes only. seen:
+        files that an earlier look has read, and that need no reading while they are unchanged.
+        """
+        return self.inspect(Inspection(share, progress, seen))
+
+    def verdict(
+        self,
+        inspection: Inspection,
+        expected: int,
+        done: int,
+        findings: Findings = NOTHING,
+        problems: Sequence[str] = (),
+    ) -> Verdict:
+        return Verdict(
+            **vars(findings),
+            stage=self.name,
+            title=self.title,
+            unit=self.unit,
+            expected=expected,
+            done=done,
+            problems=tuple(problems),
+            checked=inspection.checked,
+            digest=self.content(),
+        )
 
     @abstractmethod
     def settings(self) -> Mapping[str, Any]:
@@ -183,8 +280,12 @@ class Stage(ABC):
         """Do the work, from what is committed already. Raises DraftworksError, StopRequested."""
 
     @abstractmethod
-    def verify(self, *, deep: bool = True) -> Verdict:
-        """Read what lies on disk; with `deep`, every byte of it against its checksum."""
+    def inspect(self, inspection: Inspection) -> Verdict:
+        """Hold what lies on disk against what should, as closely as `inspection` says."""
+
+    @abstractmethod
+    def content(self) -> str:
+        """Digest of what the output holds by its manifest or record; empty while there is none."""
 
 
 def check(name: str, test: Callable[[], str]) -> Check:

@@ -4,6 +4,7 @@ The two must agree. When they do not, a convention is wrong somewhere between hi
 trainer and engine, and the gate behind this stage stays shut.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from draftworks.engines.reference import ReferenceEngine
 from draftworks.engines.speculation import Speculator
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
+from draftworks.records.inspection import Findings, Inspection
 from draftworks.records.manifest import ManifestWriter, read_manifest, rewrite_manifest
 from draftworks.records.samples import Sample
 from draftworks.stages.base import Check, Plan, Stage, Verdict, check
@@ -56,8 +58,7 @@ class Evaluate(Stage):
             return
         settings = self.config.evaluate
         samples = self._held_out()
-        rewrite_manifest(self.manifest, lambda row: row["drafter"] == self._drafter_digest())
-        done = {name for row in read_manifest(self.manifest) for name in row["sample_ids"]}
+        done = self._keep_ours({sample.id for sample in samples})
         progress.begin(len(samples), self.unit, len(done))
         progress.phase("loading target and drafter")
         dtype = getattr(torch, settings.dtype)
@@ -75,18 +76,26 @@ class Evaluate(Stage):
         progress.phase("estimating")
         commit_json(self.record_file, self._record(self._estimate(samples)))
 
-    def verify(self, *, deep: bool = True) -> Verdict:
+    def inspect(self, inspection: Inspection) -> Verdict:
         record = self.record()
-        done = record.get("prompts", 0)
-        return Verdict(
-            self.name,
-            self.title,
-            self.unit,
-            len(self._held_out()),
-            done,
-            tuple(self._problems(record)),
-            file_digest(self.record_file) if record else "",
+        held_out = {sample.id for sample in self._held_out()}
+        drafter = self.of(Train).content()
+        rows = [row for row in read_manifest(self.manifest) if row["drafter"] == drafter]
+        measured = Counter(name for row in rows for name in row["sample_ids"])
+        return self.verdict(
+            inspection,
+            expected=len(held_out),
+            done=record.get("prompts", 0),
+            findings=Findings(
+                missing=tuple(sorted(held_out - measured.keys())),
+                duplicate=tuple(name for name, count in measured.items() if count > 1),
+                foreign=tuple(name for name in measured if name not in held_out),
+            ),
+            problems=self._problems(record),
         )
+
+    def content(self) -> str:
+        return file_digest(self.record_file) if self.record() else ""
 
     def _enough_prompts(self) -> str:
         prompts = len(self.of(Generate).prompts)
@@ -102,6 +111,21 @@ class Evaluate(Stage):
         }
         return [sample for sample in self.of(Generate).store.samples() if sample.id in chosen]
 
+    def _keep_ours(self, held_out: set[str]) -> set[str]:
+        """Drop the rows of another drafter, of other prompts, and what is there twice. Returns
+        the ids that are measured."""
+        done: set[str] = set()
+
+        def keep(row: dict[str, Any]) -> bool:
+            names = set(row["sample_ids"])
+            ours = row["drafter"] == self.of(Train).content()
+            if fits := ours and names <= held_out and done.isdisjoint(names):
+                done.update(names)
+            return fits
+
+        rewrite_manifest(self.manifest, keep)
+        return done
+
     def _measure(
         self, engine: ReferenceEngine, speculator: Speculator, batch: list[Sample]
     ) -> dict[str, Any]:
@@ -114,7 +138,7 @@ class Evaluate(Stage):
         differing = [pair for pair in pairs if pair[1] != pair[2]]
         ties = sum(_parted_at_a_tie(engine, *pair) for pair in differing)
         return {
-            "drafter": self._drafter_digest(),
+            "drafter": self.of(Train).content(),
             "sample_ids": [sample.id for sample in batch],
             "drafts": result.acceptance.drafts,
             "accepted": result.acceptance.accepted,
@@ -181,10 +205,6 @@ class Evaluate(Stage):
         """Whether measured and estimated acceptance length lie within the tolerance."""
         measured, estimated = record["measured"]["length"], record["estimated"]["length"]
         return bool(abs(measured - estimated) <= self.config.evaluate.tolerance * estimated)
-
-    def _drafter_digest(self) -> str:
-        digest: str = self.of(Train).record()["sha256"]
-        return digest
 
 
 def _summary(acceptance: Acceptance) -> dict[str, Any]:

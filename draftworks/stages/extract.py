@@ -7,11 +7,12 @@ import torch
 
 from draftworks.errors import DraftworksError
 from draftworks.hidden_states.store import Convention, SampleStates, StateStore, StateWriter
+from draftworks.hidden_states.verification import faults
 from draftworks.progress import Progress
+from draftworks.records.inspection import Findings, Inspection
 from draftworks.records.samples import Sample
 from draftworks.stages.base import Check, Plan, Stage, Verdict, check
 from draftworks.stages.generate import Generate
-from draftworks.workspace import remove_partial
 
 
 class Extract(Stage):
@@ -68,8 +69,8 @@ class Extract(Stage):
         from draftworks.engines.reference import ReferenceEngine
 
         self.require_inputs()
-        remove_partial(self.directory)
-        self.store.discard(self._faults(deep=True))
+        self.store.recover()
+        self.store.quarantine(self._faults(Inspection(progress=progress)))
         samples = list(self.of(Generate).store.samples())
         done = self.store.ids()
         progress.begin(len(samples), self.unit, len(done))
@@ -101,25 +102,22 @@ class Extract(Stage):
         finally:
             writer.close()
 
-    def verify(self, *, deep: bool = True) -> Verdict:
-        expected = self._expected()
-        faults = self._faults(deep=deep)
-        return Verdict(
-            self.name,
-            self.title,
-            self.unit,
-            len(expected),
-            len(self.store.ids() & expected.keys()),
-            tuple(f"sample {name}: {text}" for name, text in faults.items()),
-            self.store.digest(),
-        )
+    def inspect(self, inspection: Inspection) -> Verdict:
+        findings = self._faults(inspection)
+        expected = self.of(Generate).store.sample_ids()
+        done = (self.store.ids() & expected) - findings.damaged.keys()
+        return self.verdict(inspection, len(expected), len(done), findings)
 
-    def _expected(self) -> dict[str, int]:
-        return {entry.sample_id: entry.tokens for entry in self.of(Generate).store.index()}
+    def content(self) -> str:
+        return self.store.digest()
 
-    def _faults(self, *, deep: bool) -> dict[str, str]:
-        return self.store.faults(
-            self._expected(), self.convention, self.target.hidden_size, deep=deep
+    def _faults(self, inspection: Inspection) -> Findings:
+        return faults(
+            self.store,
+            self.of(Generate).store.sample_ids(),
+            self.convention,
+            self.target.hidden_size,
+            inspection,
         )
 
     def _engine_available(self) -> str:

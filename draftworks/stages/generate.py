@@ -9,10 +9,11 @@ from typing import Any
 from draftworks.engines.endpoint import Answer, answers, probe
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
+from draftworks.records.inspection import Inspection
 from draftworks.records.prompts import Prompt, prompts_file, read_prompts
 from draftworks.records.samples import Rejected, Sample, SampleStore, SampleWriter
 from draftworks.stages.base import Check, Plan, Stage, Verdict, check
-from draftworks.workspace import digest, remove_partial
+from draftworks.workspace import digest
 
 
 class Generate(Stage):
@@ -62,11 +63,12 @@ class Generate(Stage):
         return checks
 
     def run(self, progress: Progress) -> None:
-        remove_partial(self.directory)
-        self.store.discard(self.store.faults(deep=True))
+        self.store.recover()
+        wanted = {prompt.id for prompt in self.prompts}
+        self.store.quarantine(self.store.faults(wanted, Inspection(progress=progress)))
         done = self.store.conversations()
         progress.begin(len(self.prompts), self.unit, len(done))
-        if done.issuperset(prompt.id for prompt in self.prompts):
+        if done >= wanted:
             return
         writer = SampleWriter(self.store)
         try:
@@ -77,22 +79,19 @@ class Generate(Stage):
         finally:
             writer.close()
 
-    def verify(self, *, deep: bool = True) -> Verdict:
-        wanted = {prompt.id for prompt in self.prompts}
-        done = self.store.conversations()
-        problems = [f"{file}: {text}" for file, text in self.store.faults(deep=deep).items()]
-        problems += [f"conversation {name}: not one of the prompts" for name in done - wanted]
-        if done == wanted and not any(row["sample_ids"] for row in self.store.rows()):
+    def inspect(self, inspection: Inspection) -> Verdict:
+        wanted = [prompt.id for prompt in self.prompts]
+        findings = self.store.faults(wanted, inspection)
+        sound = self.store.conversations(without=findings.damaged)
+        problems = []
+        if not findings.missing and not any(row["sample_ids"] for row in self.store.rows()):
             problems.append(f"no usable answer; rejected: {dict(self.store.rejected())}")
-        return Verdict(
-            self.name,
-            self.title,
-            self.unit,
-            len(wanted),
-            len(done & wanted),
-            tuple(problems),
-            self.store.digest(),
+        return self.verdict(
+            inspection, len(wanted), len(sound.intersection(wanted)), findings, problems
         )
+
+    def content(self) -> str:
+        return self.store.digest()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids, as the target's chat template renders it."""

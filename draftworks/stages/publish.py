@@ -11,6 +11,7 @@ from draftworks.eagle3.drafter import Drafter
 from draftworks.eagle3.formats import Format, TargetFacts, read_checkpoint, write_checkpoint
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
+from draftworks.records.inspection import Findings, Inspection
 from draftworks.stages.base import Check, Plan, Stage, Verdict, check
 from draftworks.stages.evaluate import Evaluate
 from draftworks.stages.extract import Extract
@@ -63,25 +64,24 @@ class Publish(Stage):
             progress.advance()
         commit_json(self.record_file, {"files": files, "inputs": self.input_digests()})
 
-    def verify(self, *, deep: bool = True) -> Verdict:
+    def inspect(self, inspection: Inspection) -> Verdict:
         record = self.record()
-        problems = self.changed_inputs(record)
-        problems += [
-            f"{name} is missing or differs from its checksum"
-            for name, sha256 in record.get("files", {}).items()
-            if not (path := self.directory / name).is_file()
-            or (deep and file_digest(path) != sha256)
-        ]
         formats = self.config.publish.formats
-        return Verdict(
-            self.name,
-            self.title,
-            self.unit,
-            len(formats),
-            len(formats) if record else 0,
-            tuple(problems),
-            file_digest(self.record_file) if record else "",
+        files = {self.directory / name: sha256 for name, sha256 in record.get("files", {}).items()}
+        damaged = self.damaged_files(inspection, files)
+        spoilt = {name.split("/")[0] for name in damaged}
+        there = {path for form in formats for path in self.folder(form).rglob("*")}
+        foreign = sorted(str(path.relative_to(self.directory)) for path in there - files.keys())
+        return self.verdict(
+            inspection,
+            expected=len(formats),
+            done=len(set(formats) - spoilt) if record else 0,
+            findings=Findings(foreign=tuple(foreign) if record else (), damaged=damaged),
+            problems=self.changed_inputs(record),
         )
+
+    def content(self) -> str:
+        return file_digest(self.record_file) if self.record() else ""
 
     def require_same_logits(self, folder: Path, drafter: Drafter) -> None:
         """Reload an export and hold its logits on a held-out sample against the trained ones.

@@ -14,6 +14,7 @@ from draftworks.eagle3.drafter import Drafter, DrafterShape
 from draftworks.eagle3.formats import read_checkpoint, rope_of
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
+from draftworks.records.inspection import Findings, Inspection
 from draftworks.records.samples import SampleEntry
 from draftworks.stages.base import Check, Plan, Stage, Verdict, check
 from draftworks.stages.extract import Extract
@@ -112,24 +113,19 @@ class Train(Stage):
             },
         )
 
-    def verify(self, *, deep: bool = True) -> Verdict:
+    def inspect(self, inspection: Inspection) -> Verdict:
         record = self.record()
-        steps = len(plan_steps(self.split()[0], self.config.train))
-        problems = []
-        if record and not self.weights_file.is_file():
-            problems.append(f"{self.weights_file.name} is missing")
-        elif record and deep and file_digest(self.weights_file) != record["sha256"]:
-            problems.append(f"{self.weights_file.name} differs from its checksum")
-        problems += self.changed_inputs(record)
-        return Verdict(
-            self.name,
-            self.title,
-            self.unit,
-            steps,
-            record.get("steps", 0),
-            tuple(problems),
-            record.get("sha256", ""),
+        damaged = self.damaged_files(inspection, {self.weights_file: record.get("sha256")})
+        return self.verdict(
+            inspection,
+            expected=len(plan_steps(self.split()[0], self.config.train)),
+            done=record.get("steps", 0),
+            findings=Findings(damaged=damaged),
+            problems=self.changed_inputs(record),
         )
+
+    def content(self) -> str:
+        return str(self.record().get("sha256", ""))
 
     def split(self) -> tuple[list[SampleEntry], list[SampleEntry]]:
         """(training, validation) samples, by conversation."""

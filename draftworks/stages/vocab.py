@@ -11,6 +11,7 @@ from draftworks.eagle3.formats import read_checkpoint
 from draftworks.eagle3.vocabulary import DraftVocabulary, count_tokens
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
+from draftworks.records.inspection import Findings, Inspection
 from draftworks.stages.base import Check, Plan, Stage, Verdict, check
 from draftworks.stages.generate import Generate
 from draftworks.workspace import commit_json, file_digest
@@ -68,23 +69,19 @@ class Vocab(Stage):
         )
         progress.advance()
 
-    def verify(self, *, deep: bool = True) -> Verdict:
+    def inspect(self, inspection: Inspection) -> Verdict:
         record = self.record()
-        problems = self.changed_inputs(record)
-        if record:
-            if not self.map_file.is_file():
-                problems.append(f"{self.map_file.name} is missing")
-            elif file_digest(self.map_file) != record["sha256"]:
-                problems.append(f"{self.map_file.name} differs from its checksum")
-        return Verdict(
-            self.name,
-            self.title,
-            self.unit,
-            1,
-            int(bool(record)),
-            tuple(problems),
-            record.get("sha256", ""),
+        damaged = self.damaged_files(inspection, {self.map_file: record.get("sha256")})
+        return self.verdict(
+            inspection,
+            expected=1,
+            done=int(bool(record) and not damaged),
+            findings=Findings(damaged=damaged),
+            problems=self.changed_inputs(record),
         )
+
+    def content(self) -> str:
+        return str(self.record().get("sha256", ""))
 
     def _loss_tokens(self) -> Iterator[NDArray[np.int64]]:
         for sample in self.of(Generate).store.samples():
