@@ -5,7 +5,7 @@ from prefect.flow_runs import pause_flow_run
 
 from blocks import with_blocks
 from draftworks.config import PipelineConfig
-from tasks.host_runs import Ordered, cancel_host_runs, cancel_waiting_runs, run_on_host
+from tasks.host_runs import Ordered, cancel_host_runs, complete, run_on_host
 from tasks.reports import link_report
 
 A_DAY = 24 * 3600
@@ -35,10 +35,5 @@ def pipeline(config: PipelineConfig, dry_run: bool = False, approve: bool = Fals
     drafter = Ordered("train", config, beside=[vocabulary, states])
     acceptance = Ordered("evaluate", config, beside=[drafter])
     published = Ordered("publish", config, beside=[acceptance])
-    try:
-        for stage in (samples, vocabulary, states, drafter, acceptance, published):
-            stage.result()  # the first that failed says why
-    except Exception:
-        cancel_waiting_runs("an earlier stage failed")
-        raise
+    complete([samples, vocabulary, states, drafter, acceptance, published])
     link_report(run_on_host("report", config))

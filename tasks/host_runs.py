@@ -88,6 +88,19 @@ class Ordered:
         return self.ended.result()
 
 
+def complete(stages: Sequence[Ordered]) -> None:
+    """Wait for all of them. When one fails, those that wait for it are cancelled, for their gates
+    would never open; what works already goes on to its end. Raises with its words then."""
+    try:
+        for stage in stages:
+            stage.result()
+    except Exception:
+        _cancel(UUID(runtime.flow_run.id), "an earlier stage failed", waiting_only=True)
+        for stage in stages:
+            stage.ended.wait()
+        raise
+
+
 def run_on_host(name: str, config: PipelineConfig) -> str:
     """Order a run and wait for its end."""
     return end(name, begin(name, config))
@@ -96,12 +109,6 @@ def run_on_host(name: str, config: PipelineConfig) -> str:
 def cancel_host_runs(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Cancellation hook: what the pipeline started on hosts is cancelled with it."""
     _cancel(flow_run.id, "the pipeline was cancelled", waiting_only=False)
-
-
-def cancel_waiting_runs(reason: str) -> None:
-    """Cancel the runs of the current pipeline that still wait for their inputs: with an earlier
-    stage failed they would wait for ever. What works already goes on to its end."""
-    _cancel(UUID(runtime.flow_run.id), reason, waiting_only=True)
 
 
 def _cancel(pipeline: UUID, reason: str, *, waiting_only: bool) -> None:

@@ -63,6 +63,8 @@ class Generate(Stage):
         return checks
 
     def run(self, progress: Progress) -> None:
+        if self.workspace.part:
+            return  # what is frozen stays as it is
         self.store.recover()
         wanted = {prompt.id for prompt in self.prompts}
         self.store.quarantine(self.store.faults(wanted, Inspection(progress=progress)))

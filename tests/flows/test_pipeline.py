@@ -219,9 +219,8 @@ def test_what_waits_for_a_failed_stage_is_cancelled_and_what_works_goes_on(
 
         def extract_ends_when_train_is_cancelled() -> None:
             with get_client(sync_client=True) as client:
-                while not client.read_flow_run(run.id).state.is_cancelling():
+                while not client.read_flow_run(run.id).state.is_cancelled():  # it had not started
                     host.ended.wait(0.05)
-                client.set_flow_run_state(run.id, Cancelled(), force=True)
                 extract = client.read_flow_run(works["extract"].id)
                 assert extract.state.is_scheduled()  # nobody touched it
                 client.set_flow_run_state(extract.id, Completed(), force=True)

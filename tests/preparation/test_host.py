@@ -57,7 +57,7 @@ def test_a_taken_port_is_named() -> None:
 def test_weights_larger_than_memory_are_left_alone(tmp_path: Path) -> None:
     huge, small = tmp_path / "huge", tmp_path / "small"
     huge.touch()
-    os.truncate(huge, 1 << 44)  # sparse
+    os.truncate(huge, 1 << 42)  # sparse
     small.write_bytes(bytes(5000))
-    assert read_ahead([huge]).startswith("left out: 17.6 TB of weights")
+    assert read_ahead([huge]).startswith("left out: 4.4 TB of weights")
     assert read_ahead([small]) == "5 kB in the page cache"

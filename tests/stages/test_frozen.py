@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from draftworks.__main__ import main
 from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
 from draftworks.records.manifest import rewrite_manifest
 from draftworks.report.build import build_report
-from draftworks.stages import STAGES, stage_named
+from draftworks.stages import stage_named
 from draftworks.stages.extract import Extract
 from draftworks.stages.frozen import experiment, freeze
 from draftworks.stages.generate import Generate
@@ -76,8 +77,9 @@ def test_an_experiment_is_frozen_once_and_says_what_it_is(half: PipelineConfig) 
     before = {path: file_digest(path) for path in source.directory.rglob("*") if path.is_file()}
     config = experiment(half.model_copy(update={"allow_partial": "half"}))
     assert experiment(config) == config
-    for name in STAGES:
-        stage(name, config).run(Progress())
+    file = Path(half.workspace) / "half.json"
+    file.write_text(half.model_copy(update={"allow_partial": "half"}).model_dump_json())
+    assert main(["run", str(file)]) == 0
     report = build_report(config, Workspace(Path(config.workspace)))
     assert report.samples == 12
     words = "12 of 24 samples (50.0%)"
