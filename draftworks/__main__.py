@@ -118,7 +118,8 @@ def _verify(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int
     if not 0 <= options.share <= 1:
         raise DraftworksError(f"--share {options.share:g}: expected a share between 0 and 1")
     stages = all_stages(pipeline, Workspace(Path(pipeline.workspace)))
-    with Bar(console=Console(stderr=True), transient=True) as bar:
+    terminal = Console(stderr=True)
+    with Bar(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
         verdicts = [
             stage.verify(share=options.share, progress=_Shown(bar, stage.title))
             for stage in stages.values()
