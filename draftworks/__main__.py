@@ -4,7 +4,7 @@
     python -m draftworks check  CONFIG              everything that can be known before work starts
     python -m draftworks prepare CONFIG STAGE       its checks, and a run of it on a few samples
     python -m draftworks run    CONFIG [STAGE ...]  stages in order; all when none is named
-    python -m draftworks verify CONFIG              what lies on disk
+    python -m draftworks verify CONFIG              what lies on disk, by reading every byte
     python -m draftworks status WORKSPACE           all jobs of a workspace
     python -m draftworks report CONFIG              report.json and the page
 
@@ -15,16 +15,23 @@ import argparse
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from draftworks import bundled, config
 from draftworks.errors import DraftworksError
+from draftworks.progress import Progress
 from draftworks.workspace import Workspace
 
 NICE = 10  # of a preparation
+
+if TYPE_CHECKING:
+    from draftworks.stages.base import Stage
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,7 +42,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("command", choices=["fetch", "status", *COMMANDS])
     parser.add_argument("subject", nargs="?", default="smollm2-demo", help="CONFIG or WORKSPACE")
     parser.add_argument("stages", nargs="*", help="stages to run or to prepare")
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=1.0,
+        help="verify: share of the files whose every byte is read, chosen anew each time; 0 looks\n"
+        "at presence and sizes only",
+    )
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="STAGE=DIGEST",
+        help="run: what the gate behind an input saw; the stage refuses to start on anything else",
+    )
+    options = parser.parse_intermixed_args(arguments)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         if options.command == "fetch":
@@ -89,24 +110,71 @@ def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int:
     from draftworks.stages import STAGES, stage_named
     from draftworks.supervision.runner import run_job
 
+    names = options.stages or list(STAGES)
+    gates = _gates(options.input)
+    known = {source.name for name in names for source in stage_named(name).inputs}
+    if strange := sorted(gates.keys() - known):
+        raise DraftworksError(f"--input {strange[0]}: not an input of {', '.join(names)}")
     workspace = Workspace(Path(pipeline.workspace))
     workspace.require_writable()
-    for name in options.stages or list(STAGES):
+    for name in names:
         stage = stage_named(name)(pipeline, workspace)
-        if status := run_job(stage.job_directory, stage.run):
+        if status := run_job(stage.job_directory, partial(_pass_gates, stage, gates)):
             return status
         print(stage.verify(share=0).sentence)
     return 0
 
 
-def _verify(pipeline: config.PipelineConfig, _options: argparse.Namespace) -> int:
+def _pass_gates(stage: "Stage", gates: dict[str, str], progress: Progress) -> None:
+    stage.require_inputs(gates)
+    stage.run(progress)
+
+
+def _gates(pairs: list[str]) -> dict[str, str]:
+    """Digests by the name of their stage. Raises DraftworksError."""
+    gates = dict(pair.partition("=")[::2] for pair in pairs)
+    if not all(gates.values()):
+        raise DraftworksError("--input expects STAGE=DIGEST, such as extract=0123456789abcdef")
+    return gates
+
+
+def _verify(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int:
     from draftworks.stages import all_stages
 
+    if not 0 <= options.share <= 1:
+        raise DraftworksError(f"--share {options.share:g}: expected a share between 0 and 1")
     stages = all_stages(pipeline, Workspace(Path(pipeline.workspace)))
-    verdicts = [stage.verify() for stage in stages.values()]
+    terminal = Console(stderr=True)
+    with Bar(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
+        verdicts = [
+            stage.verify(share=options.share, progress=_Shown(bar, stage.title))
+            for stage in stages.values()
+        ]
+    table = Table("stage", "found", "count", "which")
     for verdict in verdicts:
         print(("ok       " if verdict.complete else "not yet  ") + verdict.sentence)
+        for row in verdict.rows():
+            table.add_row(verdict.stage, *row.values())
+    print("checked: " + "; ".join(dict.fromkeys(verdict.checked for verdict in verdicts)))
+    if table.rows:
+        Console().print(table)
     return 0 if all(verdict.complete for verdict in verdicts) else 1
+
+
+class _Shown(Progress):
+    """What a verification has read, as a bar in the terminal."""
+
+    def __init__(self, bar: Bar, title: str) -> None:
+        super().__init__()
+        self._bar, self._task = bar, bar.add_task(title, total=None)
+
+    def begin(self, total: int, unit: str, done: int = 0) -> None:
+        super().begin(total, unit, done)
+        self._bar.update(self._task, total=total, completed=done)
+
+    def advance(self, units: int = 1) -> None:
+        super().advance(units)
+        self._bar.advance(self._task, units)
 
 
 def _report(pipeline: config.PipelineConfig, _options: argparse.Namespace) -> int:

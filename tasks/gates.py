@@ -52,6 +52,8 @@ def gate(name: str, config: PipelineConfig, *, wait: bool = False) -> str:
         if opens or time.monotonic() - shown > SHOW_SECONDS:
             shown = time.monotonic()
             _show(verdict, sentence, opens=opens)
+            if not opens and wait:
+                get_run_logger().info("waiting for %s", sentence)
         if opens:
             get_run_logger().info(sentence)
             return verdict.digest
@@ -77,8 +79,7 @@ def _sentence(verdict: "Verdict", job: Job, failure: str | None) -> str:
         return f"{verdict.sentence}; its job failed: {failure}"
     if not job.alive():
         return f"{verdict.sentence}; no job is running on {host}"
-    estimate = job.estimate()
-    return f"{verdict.sentence}, {estimate.sentence}, job running on {host}"
+    return f"{verdict.sentence}, job running on {host}"
 
 
 def _show(verdict: "Verdict", sentence: str, *, opens: bool) -> None:

@@ -7,6 +7,7 @@ whose states it holds.
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -29,6 +30,7 @@ NOT_FINITE = {  # safetensors' name -> unsigned word, its bits without the sign,
     "F16": ("<u2", 0x7FFF, 0x7C00),
     "F32": ("<u4", 0x7FFFFFFF, 0x7F800000),
 }
+WIDTHS = {"I32": 4, "BF16": 2, "F16": 2, "F32": 4}
 CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -137,12 +139,16 @@ def _header_fault(
         "last": (code, [rows, hidden_size]),
         "argmax": ("I32", [rows]),
     }
-    tensors = {
-        name: (item["dtype"], item["shape"])
-        for name, item in header.items()
-        if name != "__metadata__"
-    }
-    return None if tensors == wanted else f"holds {tensors}, expected {wanted}"
+    held = {name: (item.get("dtype"), item.get("shape")) for name, item in header.items()}
+    del held["__metadata__"]
+    for name in sorted({*wanted, *held}):
+        if held.get(name) != wanted.get(name):
+            return f"holds {name} {held.get(name)}, expected {wanted.get(name)}"
+    for name, (code, shape) in wanted.items():
+        begin, end = header[name]["data_offsets"]
+        if begin % WIDTHS[code] or end - begin != WIDTHS[code] * math.prod(shape):
+            return f"holds {name} at bytes {begin} to {end}"
+    return None
 
 
 def _parts(

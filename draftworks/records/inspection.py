@@ -93,8 +93,8 @@ class Inspection:
         for file in files:
             try:
                 status = os.stat(file.path)
-            except FileNotFoundError:
-                found[file.name] = "is missing"
+            except OSError as error:
+                found[file.name] = _unreadable(error)
                 continue
             if file.bytes not in (None, status.st_size):
                 found[file.name] = f"has {status.st_size} of {file.bytes} bytes"
@@ -140,7 +140,10 @@ def _tolerant(check: Callable[[Committed], str | None], file: Committed) -> str 
     """A file may vanish or fail between the look at its size and the reading: that is a finding."""
     try:
         return check(file)
-    except FileNotFoundError:
-        return "is missing"
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
+        return _unreadable(error)
+
+
+def _unreadable(error: OSError) -> str:
+    gone = isinstance(error, FileNotFoundError | NotADirectoryError)
+    return "is missing" if gone else f"cannot be read ({error.strerror})"

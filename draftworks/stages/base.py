@@ -85,7 +85,8 @@ class Verdict(Findings):
 
     def _kinds(self) -> dict[str, Sequence[str]]:
         kinds: dict[str, Sequence[str]] = {
-            "missing": self.missing,
+            # A stage that never ran misses everything: its count says so.
+            "missing": self.missing if self.done else (),
             "duplicate": self.duplicate,
             "foreign": self.foreign,
             "damaged": [f"{name} {reason}" for name, reason in self.damaged.items()],
@@ -171,10 +172,11 @@ class Stage(ABC):
         return cast("S", self._family[cls])
 
     def require_inputs(self, expected: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The digests of the inputs, by their names, once every input is complete on disk.
+        """What the inputs hold, a digest by each name. A record keeps it, and `changed_inputs`
+        holds it against what lies on disk later.
 
         expected: digests that a gate saw. Raises DraftworksError for an input that is not
-        complete, or no longer what the gate saw.
+        complete on disk, or no longer what the gate saw.
         """
         found = {}
         for cls in self.inputs:
@@ -196,21 +198,15 @@ class Stage(ABC):
         partial = self.config.allow_partial is not None and verdict.done > 0 and verdict.sound
         return verdict.complete or partial
 
-    def input_digests(self) -> dict[str, str]:
-        """What the inputs hold now, by their names. A record keeps it, and `changed_inputs`
-        holds it against what lies on disk later."""
-        return {cls.name: self.of(cls).content() for cls in self.inputs}
-
     def changed_inputs(self, record: Mapping[str, Any]) -> list[str]:
         """Problems: inputs whose content is not what the record's output was made from."""
         if not record:
             damaged = f"{self.record_name} cannot be read; run {self.name} again"
             return [damaged] if self.record_file.is_file() else []
-        now = self.input_digests()
         return [
             f"made from other {cls.title} than lie on disk now; run {self.name} again"
             for cls in self.inputs
-            if record["inputs"][cls.name] != now[cls.name]
+            if record["inputs"][cls.name] != self.of(cls).content()
         ]
 
     def damaged_files(
@@ -240,8 +236,15 @@ class Stage(ABC):
 
         share: of the files whose every byte is read; 0 looks at presence and sizes only. seen:
         files that an earlier look has read, and that need no reading while they are unchanged.
+        An input that cannot be read is a problem of this stage too.
         """
-        return self.inspect(Inspection(share, progress, seen))
+        inspection = Inspection(share, progress, seen)
+        try:
+            return self.inspect(inspection)
+        except DraftworksError as error:
+            if not self.inputs:
+                raise
+            return self.verdict(inspection, 0, 0, problems=[str(error)])
 
     def verdict(
         self,

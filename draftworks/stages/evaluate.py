@@ -53,7 +53,7 @@ class Evaluate(Stage):
         return [check("held-out prompts", self._enough_prompts)]
 
     def run(self, progress: Progress) -> None:
-        self.require_inputs()
+        inputs = self.require_inputs()
         if self.already_complete(progress):
             return
         settings = self.config.evaluate
@@ -74,7 +74,7 @@ class Evaluate(Stage):
             progress.advance(len(batch))
         writer.close()
         progress.phase("estimating")
-        commit_json(self.record_file, self._record(self._estimate(samples)))
+        commit_json(self.record_file, {"inputs": inputs, **self._measured(self._estimate(samples))})
 
     def inspect(self, inspection: Inspection) -> Verdict:
         record = self.record()
@@ -167,13 +167,12 @@ class Evaluate(Stage):
                 total += walk_pack(outcome, pack.lengths, steps)
         return total
 
-    def _record(self, estimated: Acceptance) -> dict[str, Any]:
+    def _measured(self, estimated: Acceptance) -> dict[str, Any]:
         rows = read_manifest(self.manifest)
         measured = Acceptance(0, (0,) * self.config.evaluate.draft_tokens)
         for row in rows:
             measured += Acceptance(row["drafts"], tuple(row["accepted"]))
         return {
-            "inputs": self.input_digests(),
             "prompts": sum(len(row["sample_ids"]) for row in rows),
             "tokens": sum(row["tokens"] for row in rows),
             "measured": _summary(measured),

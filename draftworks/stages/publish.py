@@ -44,7 +44,7 @@ class Publish(Stage):
         return [check("formats", lambda: ", ".join(self.config.publish.formats))]
 
     def run(self, progress: Progress) -> None:
-        self.require_inputs()
+        inputs = self.require_inputs()
         if self.already_complete(progress):
             return
         remove_partial(self.directory)
@@ -62,7 +62,7 @@ class Publish(Stage):
             for path in sorted(self.folder(form).iterdir()):
                 files[f"{form}/{path.name}"] = file_digest(path)
             progress.advance()
-        commit_json(self.record_file, {"files": files, "inputs": self.input_digests()})
+        commit_json(self.record_file, {"files": files, "inputs": inputs})
 
     def inspect(self, inspection: Inspection) -> Verdict:
         record = self.record()

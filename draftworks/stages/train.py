@@ -83,11 +83,11 @@ class Train(Stage):
         ]
 
     def run(self, progress: Progress) -> None:
-        self.require_inputs()
+        inputs = self.require_inputs()
         if self.already_complete(progress):
             return
         remove_partial(self.directory)
-        self._forget_other_inputs()
+        self._forget_other_inputs(inputs)
         progress.phase("loading")
         training, validation = self.split()
         vocabulary = self.of(Vocab).vocabulary()
@@ -108,7 +108,7 @@ class Train(Stage):
                 "validation_samples": len(validation),
                 "accuracy_per_position": final.accuracy,
                 "acceptance_length": final.acceptance.length,
-                "inputs": self.input_digests(),
+                "inputs": inputs,
                 "sha256": file_digest(self.weights_file),
             },
         )
@@ -160,10 +160,10 @@ class Train(Stage):
         with torch.device("meta"):
             return Drafter(self.shape, torch.empty(0))
 
-    def _forget_other_inputs(self) -> None:
+    def _forget_other_inputs(self, inputs: dict[str, str]) -> None:
         """Drop checkpoints that began on other inputs: going on from them would be training on
         both."""
-        inputs, begun = self.input_digests(), self.directory / "inputs.json"
+        begun = self.directory / "inputs.json"
         if begun.is_file() and json.loads(begun.read_text()) != inputs:
             shutil.rmtree(self.directory / "checkpoints", ignore_errors=True)
             self.metrics_file.unlink(missing_ok=True)

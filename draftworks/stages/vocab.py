@@ -43,7 +43,7 @@ class Vocab(Stage):
         return [check("vocabulary size", self._size_fits), check("tokens", self._tokens_known)]
 
     def run(self, progress: Progress) -> None:
-        self.require_inputs()
+        inputs = self.require_inputs()
         if self.already_complete(progress):
             return
         progress.begin(1, self.unit)
@@ -63,7 +63,7 @@ class Vocab(Stage):
                 "loss_tokens": int(counts.sum()),
                 "distinct_tokens": int((counts > 0).sum()),
                 "inherited": inherited is not None,
-                "inputs": self.input_digests(),
+                "inputs": inputs,
                 "sha256": file_digest(self.map_file),
             },
         )

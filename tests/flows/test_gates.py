@@ -51,7 +51,7 @@ def test_an_open_gate_is_never_remembered(samples: Generate) -> None:
     gate("generate", samples.config)
     lost = samples.directory / samples.store.rows()[1]["file"]
     lost.unlink()
-    with pytest.raises(DraftworksError, match=f"1 problems: {lost.name}: missing"):
+    with pytest.raises(DraftworksError, match=f"16 of 24 .*1 damaged: {lost.name} is missing"):
         gate("generate", samples.config)
 
 
@@ -64,8 +64,10 @@ def test_damaged_files_are_named(samples: Generate, shown: Callable[[str], Any])
     second.write_bytes(second.read_bytes()[:-1])
     with pytest.raises(DraftworksError) as refusal:
         gate("generate", samples.config)
-    assert f"{first.name}: differs from its checksum" in str(refusal.value)
-    assert f"{second.name}: {second.stat().st_size} bytes, expected" in str(refusal.value)
+    assert f"{first.name} differs from its checksum" in str(refusal.value)
+    assert f"{second.name} has {second.stat().st_size} of {second.stat().st_size + 1} bytes" in str(
+        refusal.value
+    )
     (row,) = shown("gate-generate")
     assert first.name in row["problems"]
     assert second.name in row["problems"]

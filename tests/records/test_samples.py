@@ -5,15 +5,16 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
 
 from draftworks.errors import DraftworksError
-from draftworks.records.manifest import ManifestWriter
+from draftworks.records.inspection import Findings, Inspection
+from draftworks.records.manifest import ManifestWriter, rewrite_manifest
 from draftworks.records.samples import Rejected, Sample, SampleEntry, SampleStore, SampleWriter
-from draftworks.workspace import file_digest, remove_partial
+from draftworks.workspace import file_digest
 
 
 def sample(number: int, conversation: str = "") -> Sample:
@@ -31,6 +32,13 @@ def write(root: Path, *parts: list[Sample | Rejected]) -> SampleStore:
         )
     writer.close()
     return store
+
+
+ALL = ["c0", "c1", "c2", "c3", "c4", "c9"]
+
+
+def faults(store: SampleStore, wanted: Collection[str] = ALL, share: float = 1.0) -> Findings:
+    return store.faults(wanted, Inspection(share))
 
 
 @pytest.fixture
@@ -73,13 +81,13 @@ def test_an_id_is_a_digest_of_the_tokens_alone() -> None:
 
 def test_a_store_that_is_not_there_is_empty(tmp_path: Path) -> None:
     store = SampleStore(tmp_path / "none")
-    assert (list(store.samples()), store.index(), store.faults(deep=True)) == ([], [], {})
+    assert (list(store.samples()), store.index(), faults(store, [])) == ([], [], Findings())
 
 
 def test_a_part_may_hold_nothing_but_rejections(tmp_path: Path) -> None:
     store = write(tmp_path, [Rejected("c1", "empty")], [sample(2)])
     assert list(store.samples()) == [sample(2)]
-    assert store.faults(deep=True) == {}
+    assert faults(store, ["c1", "c2"]) == Findings()
 
 
 def flip(path: Path) -> None:
@@ -95,9 +103,9 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "fault"),
     [
-        pytest.param(Path.unlink, "missing", id="missing"),
-        pytest.param(cut, "bytes, expected", id="truncated"),
-        pytest.param(lambda path: path.write_bytes(b""), "0 bytes, expected", id="emptied"),
+        pytest.param(Path.unlink, "is missing", id="missing"),
+        pytest.param(cut, "bytes", id="truncated"),
+        pytest.param(lambda path: path.write_bytes(b""), "has 0 of", id="emptied"),
         pytest.param(flip, "differs from its checksum", id="bit-flip"),
     ],
 )
@@ -106,11 +114,12 @@ def test_damage_names_its_part_and_is_made_again(
 ) -> None:
     before = store.digest()
     damage(store.root / "part-000001.parquet")
-    found = store.faults(deep=True)
-    assert list(found) == ["part-000001.parquet"]
-    assert fault in found["part-000001.parquet"]
-    store.discard(found)
-    assert store.faults(deep=True) == {}
+    found = faults(store)
+    assert found == Findings(damaged=found.damaged)
+    assert list(found.damaged) == ["part-000001.parquet"]
+    assert fault in found.damaged["part-000001.parquet"]
+    store.quarantine(found)
+    assert faults(store) == Findings(missing=("c2", "c3", "c9"))
     assert store.conversations() == {"c0", "c1", "c4"}
     write(store.root, [sample(2), sample(3), Rejected("c9", "truncated")])
     assert sorted(item.conversation_id for item in store.samples()) == [
@@ -128,12 +137,12 @@ def test_parts_that_changed_places_are_found(store: SampleStore) -> None:
     kept = first.read_bytes()
     shutil.copy(second, first)
     second.write_bytes(kept)
-    assert set(store.faults(deep=True)) == {first.name, second.name}
+    assert set(faults(store).damaged) == {first.name, second.name}
 
 
 def test_a_flip_needs_the_deep_look(store: SampleStore) -> None:
     flip(store.root / "part-000001.parquet")
-    assert store.faults(deep=False) == {}
+    assert faults(store, share=0) == Findings()
 
 
 @pytest.mark.parametrize("doubled", [sample(1), Rejected("c1", "empty")], ids=["kept", "rejected"])
@@ -141,9 +150,10 @@ def test_a_conversation_in_two_parts_is_a_fault_of_the_later(
     store: SampleStore, doubled: Sample | Rejected
 ) -> None:
     write(store.root, [sample(7), doubled])
-    found = store.faults(deep=False)
-    assert found == {"part-000003.parquet": "conversations ['c1'] are in another part too"}
-    store.discard(found)
+    found = faults(store, [*ALL, "c7"], share=0)
+    part = "part-000003.parquet"
+    assert found == Findings(damaged={part: "holds conversation c1 of another part"})
+    store.quarantine(found)
     assert store.conversations() == {"c0", "c1", "c2", "c3", "c4", "c9"}
 
 
@@ -155,7 +165,7 @@ def test_reading_a_damaged_part_says_what_to_do(store: SampleStore) -> None:
 
 
 def test_numbers_go_on_after_the_last_part(store: SampleStore) -> None:
-    store.discard({"part-000000.parquet"})
+    rewrite_manifest(store.manifest, lambda row: row["file"] != "part-000000.parquet")
     write(store.root, [sample(8)])
     assert [row["file"] for row in store.rows()] == [f"part-00000{n}.parquet" for n in (1, 2, 3)]
 
@@ -169,7 +179,7 @@ def test_the_digest_is_blind_to_the_order_of_parts_only(store: SampleStore) -> N
         writer.append(row)
     writer.close()
     assert store.digest() == digest
-    store.discard({"part-000002.parquet"})
+    rewrite_manifest(store.manifest, lambda row: row["file"] != "part-000002.parquet")
     assert store.digest() != digest
 
 
@@ -203,12 +213,13 @@ def test_a_kill_between_any_two_steps_of_a_commit_loses_and_doubles_nothing(
     died = subprocess.run(command, check=False, cwd=Path(__file__).parents[2])
     assert died.returncode == -signal.SIGKILL
     store = SampleStore(root)
-    remove_partial(root)
-    assert store.faults(deep=True) == {}
+    store.recover()
+    assert faults(store, store.conversations()) == Findings()
     done = store.conversations()
     parts = [[sample(0), sample(1)], [sample(2), sample(3)]]
     write(root, *(part for part in parts if part[0].conversation_id not in done))
     assert list(store.samples()) == [sample(n) for n in range(4)]
     whole = write(tmp_path / "whole", *parts)
     assert store.rows() == whole.rows()
+    assert faults(store, store.conversations()) == Findings()
     assert {path.name for path in root.iterdir()} == {path.name for path in whole.root.iterdir()}

@@ -14,7 +14,8 @@ from draftworks.config import PipelineConfig
 from draftworks.eagle3.formats import read_checkpoint
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
-from draftworks.records.manifest import read_manifest
+from draftworks.records.inspection import Findings
+from draftworks.records.manifest import read_manifest, rewrite_manifest
 from draftworks.records.samples import SampleWriter
 from draftworks.stages import STAGES, Stage, check_all, plan_all, stage_named
 from draftworks.stages.evaluate import Evaluate
@@ -251,6 +252,11 @@ def test_how_fast_and_where_keeps_the_place(
 # Gates
 
 
+def forget(manifest: Path, *names: str) -> None:
+    """Take samples out of a manifest, as if they had never been committed."""
+    rewrite_manifest(manifest, lambda row: row["id"] not in names)
+
+
 def discard_states(config: PipelineConfig, count: int) -> list[str]:
     store = stage(Extract, config).store
     names = sorted(store.ids())[:count]
@@ -263,7 +269,7 @@ def test_training_refuses_an_incomplete_extraction_with_the_true_numbers(
     finished: PipelineConfig,
 ) -> None:
     store = stage(Extract, finished).store
-    store.discard(sorted(store.ids())[:5])
+    forget(store.manifest, *sorted(store.ids())[:5])
     with pytest.raises(DraftworksError) as caught:
         run(finished, Train)
     assert str(caught.value) == ("train cannot start. hidden states: 19 of 24 samples (79.2%)")
@@ -271,7 +277,7 @@ def test_training_refuses_an_incomplete_extraction_with_the_true_numbers(
 
 def test_training_refuses_states_whose_files_are_gone(finished: PipelineConfig) -> None:
     (name,) = discard_states(finished, 1)
-    with pytest.raises(DraftworksError, match=rf"train cannot start.*sample {name}: .* is missing"):
+    with pytest.raises(DraftworksError, match=rf"train cannot start.*1 damaged: {name} is missing"):
         run(finished, Train)
 
 
@@ -343,7 +349,8 @@ def test_an_altered_file_of_a_published_drafter_is_found_and_made_again(
         before = file_digest(path)
         spoil(path)
         verdict = stage(Publish, finished).verify()
-        assert verdict.problems == (f"{form}/{name} is missing or differs from its checksum",)
+        fault = "is missing" if spoil is Path.unlink else "differs from its checksum"
+        assert verdict.damaged == {f"{form}/{name}": fault}
         run(finished, Publish)
         assert stage(Publish, finished).verify().complete
         # Only the first copy names the folder of the original in its provenance.
@@ -364,7 +371,7 @@ def test_a_damaged_output_is_found_and_made_again(
     before = file_digest(path)
     for spoil, text in ((damage, "differs from its checksum"), (Path.unlink, "is missing")):
         spoil(path)
-        assert stage(cls, finished).verify().problems == (f"{fault} {text}",)
+        assert stage(cls, finished).verify().damaged == {fault: text}
         run(finished, cls)
         assert incomplete(finished) == []
         assert file_digest(path) == before
@@ -378,12 +385,16 @@ def test_damaged_states_are_made_again_and_only_those(finished: PipelineConfig) 
     extra = sorted(extract.store.ids())[5]
     damage(extract.store.path(extra))
     verdict = extract.verify()
-    assert (verdict.done, len(verdict.problems)) == (24, 3)
+    assert (verdict.done, set(verdict.damaged)) == (21, {*names, extra})
     progress = run(finished, Extract)
     assert (progress.done, progress.total) == (24, 24)
     assert extract.verify().complete
     assert extract.verify().digest == digest
-    after = snapshot(extract.directory)
+    after = {
+        file: state
+        for file, state in snapshot(extract.directory).items()
+        if not file.startswith("quarantine")
+    }
     changed = {Path(file).stem for file in after if before[file] != after[file]}
     assert changed == {*names, extra, "manifest"}
     assert {file: content for file, (_, content) in after.items() if "manifest" not in file} == {
@@ -397,7 +408,8 @@ def test_a_damaged_part_of_samples_is_made_again_and_only_that(finished: Pipelin
     before = snapshot(generate.directory)
     damage(generate.directory / "part-000001.parquet")
     verdict = generate.verify()
-    assert verdict.problems == ("part-000001.parquet: differs from its checksum",)
+    assert verdict.damaged == {"part-000001.parquet": "differs from its checksum"}
+    assert verdict.done == 16
     run(finished, Generate)
     assert generate.verify().complete
     after = snapshot(generate.directory)
@@ -413,10 +425,13 @@ def test_a_prompt_that_is_not_ours_is_a_problem(finished: PipelineConfig) -> Non
     foreign = type(sample)("stranger", (*sample.token_ids, 5), 3, "stop", "x")
     writer.commit([foreign], [])
     writer.close()
-    assert (
-        "conversation stranger: not one of the prompts"
-        in stage(Generate, finished).verify().sentence
-    )
+    verdict = stage(Generate, finished).verify()
+    assert verdict.foreign == ("stranger",)
+    assert verdict.damaged == {
+        "part-000003.parquet": "holds conversation stranger, not one of the prompts"
+    }
+    run(finished, Generate)
+    assert incomplete(finished) == []
 
 
 def answer_otherwise(config: PipelineConfig) -> None:
@@ -424,7 +439,7 @@ def answer_otherwise(config: PipelineConfig) -> None:
     store = stage(Generate, config).store
     samples = list(store.samples())
     part = store.rows()[1]
-    store.discard({part["file"]})
+    store.quarantine(Findings(damaged={part["file"]: "to be made anew"}))
     writer = SampleWriter(store)
     writer.commit(
         [
@@ -448,9 +463,9 @@ def test_other_samples_under_the_same_name_reach_every_stage(finished: PipelineC
     train = stage(Train, finished)
     before = {cls.name: stage(cls, finished).verify().digest for cls in STAGES.values()}
     answer_otherwise(finished)
-    assert incomplete(finished) == ["vocab", "extract", "train"]
+    assert incomplete(finished) == ["vocab", "extract", "train", "evaluate"]
     run(finished, Vocab, Extract)
-    assert incomplete(finished) == ["train"]
+    assert incomplete(finished) == ["train", "evaluate"]
     assert train.verify().problems == (
         "made from other samples than lie on disk now; run train again",
         "made from other hidden states than lie on disk now; run train again",
