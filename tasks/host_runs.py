@@ -79,7 +79,8 @@ class Ordered:
             gates = config.gates.model_copy(update={"on_incomplete": "wait"})
             config = config.model_copy(update={"gates": gates})
         before = [stage.begun if ahead else stage.ended for stage in beside]
-        self.begun: PrefectFuture[UUID] = begin.submit(name, config, wait_for=before)
+        # Prefect's stubs lose the parameters of `submit` beside `wait_for`.
+        self.begun: PrefectFuture[UUID] = begin.submit(name, config, wait_for=before)  # type: ignore[call-overload]
         self.ended: PrefectFuture[str] = end.submit(name, self.begun)
 
     def result(self) -> str:

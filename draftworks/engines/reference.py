@@ -233,7 +233,7 @@ class ReferenceEngine:
     def logprobs(self, tokens: Sequence[int]) -> Tensor:
         """Log-probability [T-1] of each token after the first, by the model's own forward."""
         ids = torch.tensor([tokens], device=self.device)
-        logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
 
     def next_tokens(self, last: Tensor) -> Tensor:

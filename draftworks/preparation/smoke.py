@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -16,7 +17,6 @@ import torch
 
 from draftworks.config import PipelineConfig
 from draftworks.eagle3.formats import Format, write_checkpoint
-from draftworks.engines.reference import ReferenceEngine
 from draftworks.errors import DraftworksError, StopRequested
 from draftworks.progress import Progress
 from draftworks.records.manifest import read_manifest
@@ -113,7 +113,7 @@ def _try_train(train: Stage) -> Iterator[Check]:
         return
     yield check("loss falls", lambda: _learns(cast("Train", train)))
     for form in train.config.publish.formats:
-        yield check(f"exports as {form}", lambda form=form: _exports(train.of(Publish), form))
+        yield check(f"exports as {form}", partial(_exports, train.of(Publish), form))
     shutil.rmtree(train.directory / "checkpoints", ignore_errors=True)
 
 
@@ -140,6 +140,8 @@ def _runs(stage: Stage) -> str:
 
 def _agrees(extract: Extract) -> str:
     """Log-probabilities of the samples' own tokens: by the engine, and from the stored states."""
+    from draftworks.engines.reference import ReferenceEngine
+
     engine = ReferenceEngine(extract.target, extract.layers)
     difference, tokens = 0.0, 0
     for sample in extract.of(Generate).store.samples():

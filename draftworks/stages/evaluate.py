@@ -7,13 +7,11 @@ trainer and engine, and the gate behind this stage stays shut.
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from draftworks.eagle3.acceptance import Acceptance
-from draftworks.engines.reference import ReferenceEngine
-from draftworks.engines.speculation import Speculator
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
 from draftworks.records.inspection import Findings, Inspection
@@ -27,6 +25,10 @@ from draftworks.stages.vocab import Vocab
 from draftworks.training.packing import plan_packs, read_ahead
 from draftworks.training.step import pack_loss, walk_pack
 from draftworks.workspace import commit_json, file_digest
+
+if TYPE_CHECKING:
+    from draftworks.engines.reference import ReferenceEngine
+    from draftworks.engines.speculation import Speculator
 
 TIE = 1e-3  # logits this close are one value in float32 arithmetic of another order
 
@@ -53,6 +55,10 @@ class Evaluate(Stage):
         return [check("held-out prompts", self._enough_prompts)]
 
     def run(self, progress: Progress) -> None:
+        # The engines bring transformers: seconds that only the job itself should spend.
+        from draftworks.engines.reference import ReferenceEngine
+        from draftworks.engines.speculation import Speculator
+
         inputs = self.require_inputs()
         if self.already_complete(progress):
             return
@@ -127,7 +133,7 @@ class Evaluate(Stage):
         return done
 
     def _measure(
-        self, engine: ReferenceEngine, speculator: Speculator, batch: list[Sample]
+        self, engine: "ReferenceEngine", speculator: "Speculator", batch: list[Sample]
     ) -> dict[str, Any]:
         """Decode a batch with and without the drafter. Returns its manifest row."""
         settings = self.config.evaluate
@@ -216,7 +222,7 @@ def _summary(acceptance: Acceptance) -> dict[str, Any]:
 
 
 def _parted_at_a_tie(
-    engine: ReferenceEngine, prompt: tuple[int, ...], answer: list[int], other: list[int]
+    engine: "ReferenceEngine", prompt: tuple[int, ...], answer: list[int], other: list[int]
 ) -> bool:
     """Whether two answers part where the target's two best tokens are numerically equal, so
     that the order of additions decides."""

@@ -1,6 +1,7 @@
 """Extract: every sample once through the target, its hidden states to disk."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -31,14 +32,12 @@ class Extract(Stage):
 
     @property
     def convention(self) -> Convention:
-        import transformers
-
         return Convention(
             layers=self.layers,
             norm_applied=True,
             dtype=self.config.extract.dtype,
             engine=self.config.extract.engine,
-            engine_version=transformers.__version__,
+            engine_version=version("transformers"),
         )
 
     def settings(self) -> Mapping[str, Any]:
