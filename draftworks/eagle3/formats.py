@@ -71,7 +71,7 @@ def eagle_config(shape: DrafterShape, target: TargetFacts) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer_config(shape),
         "draft_vocab_size": shape.draft_vocab_size,
-        "norm_before_residual": shape.norm_before_residual,
+        **_norm_flags(shape),
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in target.layers],
             "use_aux_hidden_state": True,
@@ -80,8 +80,7 @@ def eagle_config(shape: DrafterShape, target: TargetFacts) -> dict[str, Any]:
 
 
 def speculators_config(shape: DrafterShape, target: TargetFacts) -> dict[str, Any]:
-    """config.json of the speculators form. The norm flags are always written: absent, one
-    reader takes them for true and another for false."""
+    """config.json of the speculators form."""
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -89,9 +88,7 @@ def speculators_config(shape: DrafterShape, target: TargetFacts) -> dict[str, An
         "draft_vocab_size": shape.draft_vocab_size,
         "target_hidden_size": shape.hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(target.layers),
-        "norm_before_residual": shape.norm_before_residual,
-        "norm_before_fc": False,
-        "norm_output": False,
+        **_norm_flags(shape),
         "dtype": "bfloat16",
         "tie_word_embeddings": False,
         "transformer_layer_config": _layer_config(shape),
@@ -108,6 +105,17 @@ def speculators_config(shape: DrafterShape, target: TargetFacts) -> dict[str, An
             ],
             "verifier": {"name_or_path": target.name, "architectures": target.architectures},
         },
+    }
+
+
+def _norm_flags(shape: DrafterShape) -> dict[str, bool]:
+    """Always written: absent, one reader takes a flag for true and another for false. Both engines
+    read them at the top level, `norm_before_fc` (one norm over all three states) as well."""
+    return {
+        "norm_before_residual": shape.norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": shape.fc_norm,
+        "norm_output": shape.norm_output,
     }
 
 
@@ -154,9 +162,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def _checkpoint(config: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
     form: Format = "speculators" if "speculators_model_type" in config else "eagle"
-    for flag in ("norm_before_fc", "norm_output"):
-        if config.get(flag):
-            raise DraftworksError(f"its {flag} is true: EAGLE-3.1, which this version cannot read")
+    if config.get("norm_before_fc"):
+        raise DraftworksError(
+            "its norm_before_fc is true: one norm over the three auxiliary states together, which "
+            "this version cannot read (fc_norm, one for each, it can)"
+        )
     if missing := {"d2t", "t2d"} - tensors.keys():
         raise DraftworksError(f"no {', '.join(sorted(missing))} in its weights")
     vocabulary = DraftVocabulary.from_offsets(tensors.pop("d2t"), tensors.pop("t2d"))
@@ -182,6 +192,8 @@ def _shape(config: dict[str, Any], form: Format, draft_vocab_size: int) -> Draft
         max_position_embeddings=layer["max_position_embeddings"],
         rope=rope_of(layer),
         norm_before_residual=_norm_before_residual(config, form),
+        fc_norm=bool(config.get("fc_norm", False)),
+        norm_output=bool(config.get("norm_output", False)),
     )
 
 

@@ -58,6 +58,8 @@ class Train(Stage):
             max_position_embeddings=chosen.max_position_embeddings or self.target.context,
             rope=chosen.rope or rope_of(text),
             norm_before_residual=chosen.norm_before_residual,
+            fc_norm=chosen.fc_norm,
+            norm_output=chosen.norm_output,
         )
 
     def settings(self) -> Mapping[str, Any]:
