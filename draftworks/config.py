@@ -212,6 +212,9 @@ class TrainConfig(Settings, title="Train"):
     """Initial weights, data order and split."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of matrix products; weights and optimizer stay float32."""
+    compile: bool = Field(False, json_schema_extra=OPERATIONAL)
+    """Fuse the element-wise parts of a step (torch.compile). The first step takes a minute longer,
+    so it pays from a few hundred steps on."""
     gpus: int = Field(0, ge=0)
     """GPUs; 0 trains on the CPU."""
     validate_every: int = Field(100, ge=1, json_schema_extra=OPERATIONAL)

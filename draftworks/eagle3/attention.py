@@ -8,7 +8,7 @@ lengths, because scores exist nowhere but inside the fused kernels.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from draftworks.eagle3.drafter import Attend
 
+LONG = 384  # tokens from which on the kernels are faster in bfloat16 than in float32
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -54,8 +55,13 @@ class PackedAttend:
         self.states: list[Tensor] = []  # key and value of the context, of step 1, of step 2, ...
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        dtype = query.dtype
+        longest = max((span.stop - span.start for span in self.spans), default=0)
+        if longest < LONG and dtype == torch.bfloat16:
+            query, key, value = query.float(), key.float(), value.float()
         self.states += [key, value]
-        return cast("Tensor", _Attention.apply(self.spans, query, *self.states))  # type: ignore[no-untyped-call]
+        mixed: Tensor = _Attention.apply(self.spans, query, *self.states)  # type: ignore[no-untyped-call]
+        return mixed.to(dtype)
 
 
 class FlexAttend:

@@ -120,6 +120,7 @@ class Drafter(nn.Module):
         self.lm_head = nn.Linear(size, shape.draft_vocab_size, bias=False)
         self.rotary = Rotary(shape.rope, shape.head_dim)
         self.register_buffer("embeddings", embeddings, persistent=False)
+        self.compiled = False
 
     def initialize(self, head: Tensor, final_norm: Tensor, seed: int) -> None:
         """Fresh weights: matrices normal(0, 0.02), head [N, H] and norm [H] from the target."""
@@ -130,6 +131,13 @@ class Drafter(nn.Module):
                     parameter.normal_(0.0, 0.02, generator=generator)
             self.lm_head.weight.copy_(head)
             self.norm.weight.copy_(final_norm)
+
+    def compile_steps(self) -> None:
+        """Fuse what lies between matrix products and attention (and, by `compiled`, in the loss).
+        The first step then takes a minute longer."""
+        self.compiled = True
+        for name in ("project", "finish"):
+            setattr(self, name, torch.compile(getattr(self, name), dynamic=True))
 
     def features(self, aux: Tensor) -> Tensor:
         """The target's auxiliary states [R, 3H] -> hidden input of step 0 [R, H]."""

@@ -69,7 +69,7 @@ def eagle_config(shape: DrafterShape, target: TargetFacts) -> dict[str, Any]:
     """config.json of the EAGLE form. SGLang counts layers from 0, so its ids are one lower."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        **_layer_config(shape),
+        **layer_config(shape),
         "draft_vocab_size": shape.draft_vocab_size,
         **_norm_flags(shape),
         "eagle_config": {
@@ -91,7 +91,7 @@ def speculators_config(shape: DrafterShape, target: TargetFacts) -> dict[str, An
         **_norm_flags(shape),
         "dtype": "bfloat16",
         "tie_word_embeddings": False,
-        "transformer_layer_config": _layer_config(shape),
+        "transformer_layer_config": layer_config(shape),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -119,7 +119,8 @@ def _norm_flags(shape: DrafterShape) -> dict[str, bool]:
     }
 
 
-def _layer_config(shape: DrafterShape) -> dict[str, Any]:
+def layer_config(shape: DrafterShape) -> dict[str, Any]:
+    """The layer in Llama's terms."""
     scaling = {key: value for key, value in shape.rope.items() if key != "rope_theta"}
     return {
         "model_type": "llama",

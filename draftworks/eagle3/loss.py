@@ -10,6 +10,7 @@ sum(min(p, q)) the share of drafts that sampled speculation keeps (arXiv 2602.23
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from draftworks.config import Loss
 
 # Numbers in the logits that exist at one time: enough to fill the processor, the same for every
 # vocabulary.
-LOGITS = {"cpu": 2**22, "cuda": 2**26}
+LOGITS = {"cpu": 2**23, "cuda": 2**26}
 
 # One chunk's draft log-probabilities and teacher probabilities, [K, m, N] and [m, N] -> the loss
 # of each row [K, m] and its slope by the logits [K, m, N]. A rule may overwrite the former.
@@ -101,6 +102,7 @@ def draft_loss(
     loss: Loss = "cross_entropy",
     *,
     guess: bool = False,
+    compiled: bool = False,
 ) -> DraftLoss:
     """The draft's loss against its teacher, over the rows that count.
 
@@ -108,8 +110,21 @@ def draft_loss(
     at each step; head: [N, H]; weights: [K, M], zero where a row does not count. Returns
     sum(weights * loss) with gradients to `student` and `head`.
     """
-    total, guesses = _ChunkedLoss.apply(student, rows, head, teacher, weights, loss, guess)  # type: ignore[no-untyped-call]
+    total, guesses = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        student, rows, head, teacher, weights, loss, guess, compiled
+    )
     return DraftLoss(total, guesses)
+
+
+def _row_losses(rule: Rule, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """A rule in p's precision, its slope in that of the logits."""
+    value, slope = rule(logits.to(p.dtype).log_softmax(-1), p)
+    return value, slope.to(logits.dtype)
+
+
+@cache
+def _compiled_row_losses() -> Callable[[Rule, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return torch.compile(_row_losses, dynamic=True)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -126,8 +141,10 @@ class _ChunkedLoss(torch.autograd.Function):
         weights: Tensor,
         loss: Loss,
         guess: bool,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor | None]:
         steps, queries, size = student.shape
+        rows_of = _compiled_row_losses() if compiled else _row_losses
         columns = head.to(student.dtype)
         wide = torch.promote_types(student.dtype, torch.float32)
         flat = student.reshape(-1, size)
@@ -146,12 +163,12 @@ class _ChunkedLoss(torch.autograd.Function):
             inputs = flat[picked].masked_fill_(absent, 0)
             last = teacher.last[part].masked_fill(unused, 0)
             p = (last @ teacher.head.T).to(wide).softmax(-1)
-            log_q = (inputs @ columns.T).to(wide).log_softmax(-1)
+            logits = inputs @ columns.T
             if guesses is not None:
-                guesses[:, part] = teacher.used[log_q.argmax(-1)].unflatten(0, (steps, -1))
-            value, slope = RULES[loss](log_q.unflatten(0, (steps, -1)), p)
+                guesses[:, part] = teacher.used[logits.argmax(-1)].unflatten(0, (steps, -1))
+            value, slope = rows_of(RULES[loss], logits.unflatten(0, (steps, -1)), p)
             total += (value.flatten() * weight).sum()
-            slope = slope.flatten(0, 1).to(student.dtype)
+            slope = slope.flatten(0, 1)
             scaled = weight[:, None].to(student.dtype)
             if to_student is not None:
                 to_student.index_add_(0, picked, (slope @ columns).mul_(scaled))
@@ -164,8 +181,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         to_student, to_head = (
-            None if slope is None else slope * gradients[0] for slope in ctx.saved_tensors
+            None if slope is None else slope.mul_(gradients[0]) for slope in ctx.saved_tensors
         )
         if to_student is not None:
             to_student = to_student.unflatten(0, ctx.steps_and_rows)
-        return to_student, None, to_head, None, None, None, None
+        return to_student, None, to_head, None, None, None, None, None

@@ -20,6 +20,7 @@ from draftworks.stages.extract import Extract
 from draftworks.stages.generate import Generate
 from draftworks.stages.vocab import Vocab
 from draftworks.training.loop import Data, Trainer, plan_steps
+from draftworks.training.memory import keep_freed_memory
 from draftworks.training.packing import split
 from draftworks.workspace import commit_file, commit_json, file_digest, remove_partial
 
@@ -89,6 +90,7 @@ class Train(Stage):
             return
         remove_partial(self.directory)
         self._forget_other_inputs()
+        keep_freed_memory()
         progress.phase("loading")
         training, validation = self.split()
         vocabulary = self.of(Vocab).vocabulary()

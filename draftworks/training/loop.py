@@ -65,6 +65,8 @@ class Trainer:
         self.config = config
         self.drafter = drafter
         self.drafter.lm_head.requires_grad_(config.train_head)
+        if config.compile:
+            self.drafter.compile_steps()
         self.teacher_head = teacher_head
         self.vocabulary = vocabulary
         self.data = data

@@ -124,6 +124,7 @@ def pack_loss(
         alignment.learned * weight,
         loss,
         guess=guess,
+        compiled=drafter.compiled,
     )
     valid = torch.zeros(steps, len(pack.tokens), dtype=torch.bool, device=device)
     valid[:, alignment.rows] = alignment.valid

@@ -59,7 +59,7 @@ def test_a_learnable_language_is_learnt(precision: str, data: Data, tmp_path: Pa
 
 @pytest.mark.parametrize("loss", ["total_variation", "acceptance", "hybrid"])
 def test_every_loss_learns_it_too(loss: Loss, data: Data, tmp_path: Path) -> None:
-    trainer = toys.cycle_trainer(tmp_path, data, toys.cycle_config(epochs=12, loss=loss))
+    trainer = toys.cycle_trainer(tmp_path, data, toys.cycle_config(epochs=20, loss=loss))
     assert min(trainer.run(Progress()).accuracy) > 0.95
 
 
