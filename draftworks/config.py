@@ -35,6 +35,8 @@ class Settings(BaseModel):
 
 OPERATIONAL: dict[str, Any] = {"operational": True}
 
+Loss = Literal["cross_entropy", "total_variation", "acceptance", "hybrid"]
+
 
 class TargetConfig(Settings, title="Target"):
     """The model that the drafter is made for."""
@@ -156,7 +158,12 @@ class DrafterConfig(Settings, title="Drafter"):
     intermediate_size: int | None = Field(None, ge=1)
     """Width of the MLP."""
     norm_before_residual: bool = False
-    """The residual carries the normed hidden state instead of the raw one."""
+    """The residual carries the normed hidden state instead of the raw one. vLLM reads this;
+    SGLang does not."""
+    fc_norm: bool = False
+    """EAGLE-3.1: each auxiliary state is normed before it enters the drafter."""
+    norm_output: bool = False
+    """EAGLE-3.1: a draft step hands on its normed output, so that magnitudes do not drift."""
     rope: dict[str, Any] | None = None
     """Rotary embedding in Hugging Face form (rope_type, rope_theta, factor, ...)."""
     max_position_embeddings: int | None = Field(None, ge=1)
@@ -175,6 +182,12 @@ class TrainConfig(Settings, title="Train"):
     """Draft steps unrolled in training (K)."""
     step_decay: float = Field(0.8, gt=0, le=1)
     """Weight of step k is step_decay^k."""
+    loss: Loss = "cross_entropy"
+    """cross_entropy with the target's distribution; total_variation, the share of sampled drafts
+    that is rejected; acceptance, -log of the share kept; hybrid, divergence first, then
+    total_variation."""
+    train_head: bool = True
+    """Train the draft head; off, it stays the target's own rows."""
     epochs: int = Field(5, ge=1)
     """Passes over the training conversations."""
     pack_tokens: int = Field(2048, ge=2)
@@ -201,6 +214,9 @@ class TrainConfig(Settings, title="Train"):
     """Initial weights, data order and split."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of matrix products; weights and optimizer stay float32."""
+    compile: bool = Field(False, json_schema_extra=OPERATIONAL)
+    """Fuse the element-wise parts of a step (torch.compile). The first step takes a minute longer,
+    so it pays from a few hundred steps on."""
     gpus: int = Field(0, ge=0)
     """GPUs; 0 trains on the CPU."""
     validate_every: int = Field(100, ge=1, json_schema_extra=OPERATIONAL)

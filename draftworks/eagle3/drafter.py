@@ -4,24 +4,28 @@ Symbols as in the paper: g_t = three auxiliary states of the target at position 
 embedding of the next token, h = the hidden input. The layer attends over [e; h] (2H in).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-# What the rows of a draft step see: query [heads, R, d], key and value [kv_heads, R, d] -> mixed
-# values [heads, R, d].
+from draftworks.eagle3.rotary import Rotary, rotate
+
+# What the rows of a draft step see: query [heads, Q, d], key and value [kv_heads, R, d] -> mixed
+# values [heads, Q, d].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """Sizes of a drafter. `rope` is the rotary embedding in Hugging Face form."""
+    """Sizes and variants of a drafter. `rope` is the rotary embedding in Hugging Face form.
+
+    norm_before_residual: the residual carries the normed hidden input. EAGLE-3.1: fc_norm norms
+    each auxiliary state before fc; norm_output hands the normed output to the next step.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -34,44 +38,25 @@ class DrafterShape:
     max_position_embeddings: int
     rope: dict[str, Any]
     norm_before_residual: bool = False
-
-    def llama_config(self) -> LlamaConfig:
-        """The same sizes as transformers and the engines spell them."""
-        return LlamaConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=1,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.target_vocab_size,
-            rms_norm_eps=self.norm_eps,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters=dict(self.rope),
-            tie_word_embeddings=False,
-        )
+    fc_norm: bool = False
+    norm_output: bool = False
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over [e; h], with the key-value pairs kept by the caller."""
+    """Projections of grouped-query attention over [e; h]."""
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.head_dim = shape.head_dim
         inputs = 2 * shape.hidden_size
         self.q_proj = nn.Linear(inputs, shape.heads * shape.head_dim, bias=False)
         self.k_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=False)
         self.v_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden_size, bias=False)
 
-    def project(self, inputs: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """[R, 2H] -> query [heads, R, d], key and value [kv_heads, R, d]."""
-        query = self.q_proj(inputs).unflatten(-1, (self.heads, self.head_dim)).transpose(0, 1)
-        key = self.k_proj(inputs).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(0, 1)
-        value = self.v_proj(inputs).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(0, 1)
-        cos, sin = (table.to(query.dtype) for table in rotary)
-        query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=0)
-        return query, key, value
+    def split(self, states: Tensor) -> Tensor:
+        """[R, heads * d] -> [heads, R, d]."""
+        return cast("Tensor", states.unflatten(-1, (-1, self.head_dim)).transpose(0, 1))
 
 
 class MLP(nn.Module):
@@ -106,7 +91,6 @@ class Layer(nn.Module):
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
-        self.norm_before_residual = shape.norm_before_residual
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.self_attn = Attention(shape)
@@ -114,23 +98,12 @@ class Layer(nn.Module):
         self.mlp = MLP(shape)
 
 
-class Rotary(LlamaRotaryEmbedding):
-    """Rotary tables whose frequencies stay float32 whatever the drafter is cast to: rounded to
-    bfloat16 they turn far positions by whole radians."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
-        exact = dict(self.named_buffers())
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, table in exact.items():
-            setattr(self, name, table.to(getattr(self, name).device))
-        return self
-
-
 class Drafter(nn.Module):
     """fc, layer, norm and head. The embeddings [V, H] are the target's, frozen, not a weight.
 
-    `forward` runs one draft step over R rows; `attend` says what the rows may see, so that
-    packed training and cached decoding share everything else.
+    `features` makes the first hidden input, `forward` runs one draft step, `logits` reads its
+    output; `attend` says what the rows may see, so that packed training and cached decoding share
+    everything else.
     """
 
     embeddings: Tensor
@@ -138,12 +111,16 @@ class Drafter(nn.Module):
     def __init__(self, shape: DrafterShape, embeddings: Tensor) -> None:
         super().__init__()
         self.shape = shape
-        self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
+        size, eps = shape.hidden_size, shape.norm_eps
+        if shape.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(3))
+        self.fc = nn.Linear(3 * size, size, bias=False)
         self.layer = Layer(shape)
-        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
-        self.rotary = Rotary(shape.llama_config())
+        self.norm = RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, shape.draft_vocab_size, bias=False)
+        self.rotary = Rotary(shape.rope, shape.head_dim)
         self.register_buffer("embeddings", embeddings, persistent=False)
+        self.compiled = False
 
     def initialize(self, head: Tensor, final_norm: Tensor, seed: int) -> None:
         """Fresh weights: matrices normal(0, 0.02), head [N, H] and norm [H] from the target."""
@@ -155,63 +132,64 @@ class Drafter(nn.Module):
             self.lm_head.weight.copy_(head)
             self.norm.weight.copy_(final_norm)
 
-    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens [R], hidden [R, H] (fc(g) at step 0, else the last step's output), positions
-        [R] -> raw output [R, H]; logits are `lm_head(norm(output))`."""
+    def compile_steps(self) -> None:
+        """Fuse what lies between matrix products and attention (and, by `compiled`, in the loss).
+        The first step then takes a minute longer."""
+        self.compiled = True
+        for name in ("project", "finish"):
+            setattr(self, name, torch.compile(getattr(self, name), dynamic=True))
+
+    def features(self, aux: Tensor) -> Tensor:
+        """The target's auxiliary states [R, 3H] -> hidden input of step 0 [R, H]."""
+        if self.shape.fc_norm:
+            parts = zip(self.fc_norm, aux.chunk(3, dim=-1), strict=True)
+            aux = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        return cast("Tensor", self.fc(aux))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """tokens [R], hidden [R, H] (`features` at step 0, else the last step's output), positions
+        [R] -> output [Q, H]. rows: [Q] those that go on; the others are only seen by them."""
+        residual, query, key, value = self.project(tokens, hidden, positions, rows)
+        return self.finish(residual, attend(query, key, value))
+
+    def project(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Residual [Q, H], query [heads, Q, d], key and value [kv_heads, R, d]."""
+        layer, attention = self.layer, self.layer.self_attn
         embedded = F.embedding(tokens, self.embeddings).to(hidden.dtype)
-        normed = self.layer.hidden_norm(hidden)
-        residual = normed if self.layer.norm_before_residual else hidden
-        inputs = torch.cat([self.layer.input_layernorm(embedded), normed], dim=-1)
-        rotary = tuple(table[0] for table in self.rotary(self.fc.weight, positions[None]))
-        query, key, value = self.layer.self_attn.project(inputs, rotary)
-        mixed = attend(query, key, value).transpose(0, 1).flatten(1)
-        out = residual + self.layer.self_attn.o_proj(mixed)
-        return cast("Tensor", out + self.layer.mlp(self.layer.post_attention_layernorm(out)))
+        normed = layer.hidden_norm(hidden)
+        residual = normed if self.shape.norm_before_residual else hidden
+        inputs = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
+        cos, sin = self.rotary(positions, inputs.dtype)
+        key, value = (
+            attention.split(attention.k_proj(inputs)),
+            attention.split(attention.v_proj(inputs)),
+        )
+        key = rotate(key, (cos, sin))
+        if rows is not None:
+            residual, inputs, cos, sin = (states[rows] for states in (residual, inputs, cos, sin))
+        query = rotate(attention.split(attention.q_proj(inputs)), (cos, sin))
+        return residual, query, key, value
 
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """From the attention's mixed values [heads, Q, d] to the step's output [Q, H]."""
+        layer = self.layer
+        out = residual + layer.self_attn.o_proj(mixed.transpose(0, 1).flatten(1))
+        out = out + layer.mlp(layer.post_attention_layernorm(out))
+        return cast("Tensor", self.norm(out) if self.shape.norm_output else out)
 
-class PackedAttend:
-    """Training-time test over packed documents.
+    def normed(self, output: Tensor) -> Tensor:
+        """What the head reads of a step's output."""
+        return output if self.shape.norm_output else cast("Tensor", self.norm(output))
 
-    At every step a query sees the step-0 keys of its own row and the rows before it in its
-    document, and its own row's keys of the later steps. Work is the sum of the documents'
-    squared lengths, never the square of the pack.
-    """
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = list(lengths)
-        self.context: list[tuple[Tensor, Tensor]] = []
-        self.own_keys: list[Tensor] = []
-        self.own_values: list[Tensor] = []
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        groups = len(query) // len(key)
-        key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-        if not self.context:
-            self.context = list(
-                zip(key.split(self.lengths, 1), value.split(self.lengths, 1), strict=True)
-            )
-            return torch.cat(
-                [
-                    F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-                    for q, (k, v) in zip(query.split(self.lengths, 1), self.context, strict=True)
-                ],
-                dim=1,
-            )
-        self.own_keys.append(key)
-        self.own_values.append(value)
-        scale = query.shape[-1] ** -0.5
-        own = torch.stack([(query * own).sum(-1) for own in self.own_keys], dim=-1) * scale
-        mixed = []
-        start = 0
-        for q, (k, v) in zip(query.split(self.lengths, 1), self.context, strict=True):
-            rows = q.shape[1]
-            end = start + rows
-            future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-            scores = (q @ k.transpose(1, 2) * scale).masked_fill(future, float("-inf"))
-            weights = torch.cat([scores, own[:, start:end]], dim=-1).float().softmax(-1).to(v.dtype)
-            out = weights[..., :rows] @ v
-            for step, values in enumerate(self.own_values):
-                out = out + weights[..., rows + step, None] * values[:, start:end]
-            mixed.append(out)
-            start = end
-        return torch.cat(mixed, dim=1)
+    def logits(self, output: Tensor) -> Tensor:
+        """Over the draft vocabulary, [Q, N]."""
+        return cast("Tensor", self.lm_head(self.normed(output)))

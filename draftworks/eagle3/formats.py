@@ -69,9 +69,9 @@ def eagle_config(shape: DrafterShape, target: TargetFacts) -> dict[str, Any]:
     """config.json of the EAGLE form. SGLang counts layers from 0, so its ids are one lower."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        **_layer_config(shape),
+        **layer_config(shape),
         "draft_vocab_size": shape.draft_vocab_size,
-        "norm_before_residual": shape.norm_before_residual,
+        **_norm_flags(shape),
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in target.layers],
             "use_aux_hidden_state": True,
@@ -80,8 +80,7 @@ def eagle_config(shape: DrafterShape, target: TargetFacts) -> dict[str, Any]:
 
 
 def speculators_config(shape: DrafterShape, target: TargetFacts) -> dict[str, Any]:
-    """config.json of the speculators form. The norm flags are always written: absent, one
-    reader takes them for true and another for false."""
+    """config.json of the speculators form."""
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -89,12 +88,10 @@ def speculators_config(shape: DrafterShape, target: TargetFacts) -> dict[str, An
         "draft_vocab_size": shape.draft_vocab_size,
         "target_hidden_size": shape.hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(target.layers),
-        "norm_before_residual": shape.norm_before_residual,
-        "norm_before_fc": False,
-        "norm_output": False,
+        **_norm_flags(shape),
         "dtype": "bfloat16",
         "tie_word_embeddings": False,
-        "transformer_layer_config": _layer_config(shape),
+        "transformer_layer_config": layer_config(shape),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -111,7 +108,19 @@ def speculators_config(shape: DrafterShape, target: TargetFacts) -> dict[str, An
     }
 
 
-def _layer_config(shape: DrafterShape) -> dict[str, Any]:
+def _norm_flags(shape: DrafterShape) -> dict[str, bool]:
+    """Always written: absent, one reader takes a flag for true and another for false. Both engines
+    read them at the top level, `norm_before_fc` (one norm over all three states) as well."""
+    return {
+        "norm_before_residual": shape.norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": shape.fc_norm,
+        "norm_output": shape.norm_output,
+    }
+
+
+def layer_config(shape: DrafterShape) -> dict[str, Any]:
+    """The layer in Llama's terms."""
     scaling = {key: value for key, value in shape.rope.items() if key != "rope_theta"}
     return {
         "model_type": "llama",
@@ -154,9 +163,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def _checkpoint(config: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
     form: Format = "speculators" if "speculators_model_type" in config else "eagle"
-    for flag in ("norm_before_fc", "norm_output"):
-        if config.get(flag):
-            raise DraftworksError(f"its {flag} is true: EAGLE-3.1, which this version cannot read")
+    if config.get("norm_before_fc"):
+        raise DraftworksError(
+            "its norm_before_fc is true: one norm over the three auxiliary states together, which "
+            "this version cannot read (fc_norm, one for each, it can)"
+        )
     if missing := {"d2t", "t2d"} - tensors.keys():
         raise DraftworksError(f"no {', '.join(sorted(missing))} in its weights")
     vocabulary = DraftVocabulary.from_offsets(tensors.pop("d2t"), tensors.pop("t2d"))
@@ -182,6 +193,8 @@ def _shape(config: dict[str, Any], form: Format, draft_vocab_size: int) -> Draft
         max_position_embeddings=layer["max_position_embeddings"],
         rope=rope_of(layer),
         norm_before_residual=_norm_before_residual(config, form),
+        fc_norm=bool(config.get("fc_norm", False)),
+        norm_output=bool(config.get("norm_output", False)),
     )
 
 

@@ -41,12 +41,12 @@ class DraftVocabulary:
     @cached_property
     def d2t(self) -> Tensor:
         """Offsets [N] int64."""
-        return self.used - torch.arange(len(self.used))
+        return self.used - torch.arange(len(self.used), device=self.used.device)
 
     @cached_property
     def t2d(self) -> Tensor:
         """Membership [V] bool."""
-        member = torch.zeros(self.target_size, dtype=torch.bool)
+        member = torch.zeros(self.target_size, dtype=torch.bool, device=self.used.device)
         member[self.used] = True
         return member
 

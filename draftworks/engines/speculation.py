@@ -145,7 +145,8 @@ class Speculator:
         batch, width = current.tokens.shape
         positions = current.start[:, None] + torch.arange(width)
         drafts.place(positions)
-        hidden = self.drafter.fc(current.features.to(self.drafter.fc.weight.dtype)).flatten(0, 1)
+        features = current.features.flatten(0, 1).to(self.drafter.fc.weight.dtype)
+        hidden = self.drafter.features(features)
         out = self.drafter(current.tokens.flatten(), hidden, positions.flatten(), drafts)
         hidden = current.last(out.unflatten(0, (batch, width)))
         position = current.start + current.fresh - 1
@@ -157,7 +158,7 @@ class Speculator:
         return torch.stack(guesses, dim=1)
 
     def _guess(self, hidden: Tensor) -> Tensor:
-        return self.used[self.drafter.lm_head(self.drafter.norm(hidden)).argmax(-1)]
+        return self.used[self.drafter.logits(hidden).argmax(-1)]
 
     def _verify(self, current: _Round, guesses: Tensor, cache: PositionCache) -> _Round:
         """Run the target on the newest token and the guesses; keep guesses up to the first that

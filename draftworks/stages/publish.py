@@ -99,8 +99,8 @@ class Publish(Stage):
         pack = load_pack(self.of(Extract).store, [entry], self.target.stop_ids)
         steps = self.config.evaluate.draft_tokens
         with torch.no_grad():
-            ours = rounded.lm_head(rounded.norm(unroll(rounded, pack, steps)))
-            theirs = reloaded.lm_head(reloaded.norm(unroll(reloaded, pack, steps)))
+            ours = rounded.logits(unroll(rounded, pack, steps))
+            theirs = reloaded.logits(unroll(reloaded, pack, steps))
         if not torch.equal(ours, theirs):
             raise DraftworksError(
                 f"export {folder.name}: the reloaded drafter gives other logits "

@@ -21,6 +21,7 @@ from draftworks.stages.extract import Extract
 from draftworks.stages.generate import Generate
 from draftworks.stages.vocab import Vocab
 from draftworks.training.loop import Data, Trainer, plan_steps
+from draftworks.training.memory import keep_freed_memory
 from draftworks.training.packing import split
 from draftworks.workspace import commit_file, commit_json, file_digest, remove_partial
 
@@ -59,6 +60,8 @@ class Train(Stage):
             max_position_embeddings=chosen.max_position_embeddings or self.target.context,
             rope=chosen.rope or rope_of(text),
             norm_before_residual=chosen.norm_before_residual,
+            fc_norm=chosen.fc_norm,
+            norm_output=chosen.norm_output,
         )
 
     def settings(self) -> Mapping[str, Any]:
@@ -88,6 +91,7 @@ class Train(Stage):
             return
         remove_partial(self.directory)
         self._forget_other_inputs(inputs)
+        keep_freed_memory()
         progress.phase("loading")
         training, validation = self.split()
         vocabulary = self.of(Vocab).vocabulary()

@@ -40,7 +40,7 @@ class Data:
 class Validation:
     """Over whole held-out conversations.
 
-    loss: mean cross-entropy of a row, draft steps weighted as in training, so that it can be held
+    loss: mean loss of a row, draft steps weighted as in training, so that it can be held
     against the training loss. accuracy: per step, a row whose teacher is outside the draft
     vocabulary counted as wrong. acceptance: by walking the recorded answers.
     """
@@ -64,6 +64,9 @@ class Trainer:
     ) -> None:
         self.config = config
         self.drafter = drafter
+        self.drafter.lm_head.requires_grad_(config.train_head)
+        if config.compile:
+            self.drafter.compile_steps()
         self.teacher_head = teacher_head
         self.vocabulary = vocabulary
         self.data = data
@@ -121,6 +124,7 @@ class Trainer:
                     pack,
                     one,
                     self.config.step_decay,
+                    self.config.loss,
                     guess=True,
                 )
                 assert outcome.correct is not None
@@ -149,6 +153,7 @@ class Trainer:
                     pack,
                     normaliser,
                     self.config.step_decay,
+                    self.config.loss,
                 )
             outcome.loss.backward()
             total += float(outcome.loss.detach())

@@ -9,15 +9,15 @@ from draftworks.eagle3.drafter import Drafter
 
 
 def optimizers(drafter: Drafter, config: TrainConfig) -> list[Optimizer]:
-    """The optimizers that together hold every weight once, in float32.
+    """The optimizers that together hold every trained weight once, in float32.
 
     adamw: all weights, decay on matrices only. muon: the layer's matrices by orthogonalised
     momentum, scaled to AdamW's step size so that one learning rate serves both; head and norms
     stay with AdamW (Muon is not meant for them).
     """
-    named = dict(drafter.named_parameters())
+    named = {name: w for name, w in drafter.named_parameters() if w.requires_grad}
     vectors = [weight for weight in named.values() if weight.dim() != 2]
-    head = [drafter.lm_head.weight]
+    head = [w for name, w in named.items() if name.startswith("lm_head")]
     body = [w for name, w in named.items() if w.dim() == 2 and not name.startswith("lm_head")]
     by_adamw = head if config.optimizer == "muon" else body + head
     adamw = AdamW(

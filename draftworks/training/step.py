@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftworks.config import Loss
 from draftworks.eagle3.acceptance import Acceptance, walk
-from draftworks.eagle3.drafter import Drafter, PackedAttend
+from draftworks.eagle3.attention import Span, packed_attend, query_rows, whole
+from draftworks.eagle3.drafter import Drafter
 from draftworks.eagle3.loss import Teacher, draft_loss
 from draftworks.eagle3.vocabulary import DraftVocabulary
 from draftworks.training.packing import Pack
@@ -38,7 +40,7 @@ class Outcome:
 
 def align(pack: Pack, steps: int, vocabulary: DraftVocabulary) -> Alignment:
     rows = pack.counts.nonzero().squeeze(1)
-    first = torch.arange(1, steps + 1)[:, None]
+    first = torch.arange(1, steps + 1, device=rows.device)[:, None]
     valid = pack.offsets[rows] >= first
     return Alignment(rows, valid, valid & vocabulary.t2d[pack.argmax[rows]])
 
@@ -48,19 +50,36 @@ def learned_rows(packs: Sequence[Pack], steps: int, vocabulary: DraftVocabulary)
     return torch.stack([align(pack, steps, vocabulary).learned.sum(1) for pack in packs]).sum(0)
 
 
-def unroll(drafter: Drafter, pack: Pack, steps: int) -> Tensor:
-    """Raw outputs [K, R, H] of the training-time test.
+def needed(pack: Pack, steps: int) -> list[Span]:
+    """Per document the rows that its teacher positions reach back to, from the first to the last.
+    Those before are only seen, those behind not even that."""
+    spans = []
+    start = 0
+    for length, counts in zip(pack.lengths, pack.counts.split(list(pack.lengths)), strict=True):
+        if positions := counts[1:].nonzero().squeeze(1).tolist():
+            first = max(0, positions[0] + 1 - steps)
+            spans.append(Span(start, start + first, start + positions[-1] + 1))
+        start += length
+    return spans
+
+
+def unroll(drafter: Drafter, pack: Pack, steps: int, spans: Sequence[Span] | None = None) -> Tensor:
+    """Outputs [K, Q, H] of the training-time test for the rows with a query (all by default).
 
     Step k feeds each row its own output of step k-1 and the true token k+1 further on. Rows
     past their sample's end are computed on a repeated last token; nothing looks at them.
     """
-    rows = torch.arange(len(pack.tokens), device=pack.tokens.device)
-    hidden = drafter.fc(pack.aux.to(drafter.embeddings.dtype))
-    attend = PackedAttend(pack.lengths)
-    outputs = []
-    for step in range(steps):
-        following = torch.minimum(rows + 1 + step, pack.ends)
-        hidden = drafter(pack.tokens[following], hidden, pack.offsets + step, attend)
+    every = torch.arange(len(pack.tokens), device=pack.tokens.device)
+    spans = whole(pack.lengths) if spans is None else spans
+    rows = query_rows(spans).to(every.device)
+    attend = packed_attend(spans, every.device)
+    following = torch.minimum(every + 1, pack.ends)
+    hidden = drafter.features(pack.aux.to(drafter.embeddings.dtype))
+    hidden = drafter(pack.tokens[following], hidden, pack.offsets, attend, rows)
+    outputs = [hidden]
+    for step in range(1, steps):
+        following = torch.minimum(rows + 1 + step, pack.ends[rows])
+        hidden = drafter(pack.tokens[following], hidden, pack.offsets[rows] + step, attend)
         outputs.append(hidden)
     return torch.stack(outputs)
 
@@ -72,10 +91,11 @@ def pack_loss(
     pack: Pack,
     normaliser: Tensor,
     step_decay: float,
+    loss: Loss = "cross_entropy",
     *,
     guess: bool = False,
 ) -> Outcome:
-    """The pack's part of sum_k decay^k * mean over rows of CE.
+    """The pack's part of sum_k decay^k * mean over rows of the loss.
 
     teacher_head: [N, H], the draft-vocabulary rows of the target's LM head. normaliser: [K] from
     `learned_rows` over *all* packs of the optimizer step, so that parts add up to the whole. A
@@ -83,11 +103,13 @@ def pack_loss(
     """
     steps = len(normaliser)
     alignment = align(pack, steps, vocabulary)
-    outputs = unroll(drafter, pack, steps)
-    sources = (alignment.rows - torch.arange(1, steps + 1)[:, None]).clamp_min(0)
-    index = torch.arange(steps)[:, None]
-    student = drafter.norm(outputs[index, sources])
-    decay = step_decay ** torch.arange(steps) / normaliser.clamp_min(1)
+    spans = needed(pack, steps)
+    student = drafter.normed(unroll(drafter, pack, steps, spans))
+    device = student.device
+    place = torch.zeros(len(pack.tokens), dtype=torch.long, device=device)
+    place[query_rows(spans).to(device)] = torch.arange(student.shape[1], device=device)
+    back = torch.arange(1, steps + 1, device=device)[:, None]
+    weight = step_decay ** (back - 1).double() / normaliser.clamp_min(1)[:, None]
     teacher = Teacher(
         pack.last[alignment.rows].to(student.dtype),
         teacher_head.to(student.dtype),
@@ -96,17 +118,20 @@ def pack_loss(
     )
     result = draft_loss(
         student,
+        place[(alignment.rows - back).clamp_min(0)],
         drafter.lm_head.weight,
         teacher,
-        alignment.learned * decay[:, None],
+        alignment.learned * weight,
+        loss,
         guess=guess,
+        compiled=drafter.compiled,
     )
-    valid = torch.zeros(steps, len(pack.tokens), dtype=torch.bool)
+    valid = torch.zeros(steps, len(pack.tokens), dtype=torch.bool, device=device)
     valid[:, alignment.rows] = alignment.valid
     correct = None
     if result.guesses is not None:
         correct = torch.zeros_like(valid)
-        correct[:, alignment.rows] = (result.guesses == teacher.argmax) & alignment.valid
+        correct[:, alignment.rows] = (result.guesses == teacher.argmax) & alignment.learned
     return Outcome(result.loss, correct, valid)
 
 

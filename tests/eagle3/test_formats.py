@@ -1,5 +1,6 @@
 """The checkpoint forms: what engines read, what comes back, and what is refused."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ import toys
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftworks.eagle3.drafter import Drafter, DrafterShape, PackedAttend
+from draftworks.eagle3.attention import PackedAttend, whole
+from draftworks.eagle3.drafter import Drafter, DrafterShape
 from draftworks.eagle3.formats import Format, TargetFacts, read_checkpoint, write_checkpoint
 from draftworks.errors import DraftworksError
 
@@ -70,12 +72,12 @@ def layer_of(values: dict[str, Any]) -> dict[str, Any]:
 def logits(drafter: Drafter, first_position: int = 0) -> Tensor:
     """Two steps over one document whose positions start where they are told to."""
     pack = toys.pack(toys.documents("..aaaa"))
-    attend = PackedAttend(pack.lengths)
-    hidden = drafter.fc(pack.aux)
+    attend = PackedAttend(whole(pack.lengths))
+    hidden = drafter.features(pack.aux)
     for step in range(2):
         positions = pack.offsets * 7 + first_position + step
         hidden = drafter(pack.tokens, hidden, positions, attend)
-    return drafter.lm_head(drafter.norm(hidden))
+    return drafter.logits(hidden)
 
 
 def reload(folder: Path, original: Drafter) -> Drafter:
@@ -85,9 +87,14 @@ def reload(folder: Path, original: Drafter) -> Drafter:
     return drafter
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["raw_residual", "normed_residual"])
-def test_a_drafter_comes_back_as_it_was(form: Format, normed: bool, tmp_path: Path) -> None:
-    original = export(tmp_path, form, toys.shape(norm_before_residual=normed))
+FLAGS = ("norm_before_residual", "fc_norm", "norm_output")
+
+
+@pytest.mark.parametrize("flags", itertools.product([False, True], repeat=3), ids=str)
+def test_a_drafter_comes_back_as_it_was(
+    form: Format, flags: tuple[bool, ...], tmp_path: Path
+) -> None:
+    original = export(tmp_path, form, toys.shape(**dict(zip(FLAGS, flags, strict=True))))
     checkpoint = read_checkpoint(tmp_path)
     assert checkpoint.shape == original.shape
     assert checkpoint.layers == LAYERS
@@ -150,14 +157,21 @@ def test_speculators_ids_are_canonical(tmp_path: Path) -> None:
     assert proposal["speculative_tokens"] == FACTS.draft_tokens
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_norm_flags_are_always_written(form: Format, normed: bool, tmp_path: Path) -> None:
-    export(tmp_path, form, toys.shape(norm_before_residual=normed))
+@pytest.mark.parametrize("flag", [None, *FLAGS])
+def test_norm_flags_are_always_written(form: Format, flag: str | None, tmp_path: Path) -> None:
+    """At the top level in both forms, where vLLM and SGLang look for them."""
+    export(tmp_path, form, toys.shape(**({flag: True} if flag else {})))
     values = config(tmp_path)
-    assert values["norm_before_residual"] is normed
-    if form == "speculators":
-        assert values["norm_before_fc"] is False
-        assert values["norm_output"] is False
+    assert {name: values[name] for name in FLAGS} == {name: name == flag for name in FLAGS}
+    assert values["norm_before_fc"] is False
+
+
+def test_each_auxiliary_state_has_a_norm_of_its_own(form: Format, tmp_path: Path) -> None:
+    """Named as vLLM and SGLang load them."""
+    original = export(tmp_path, form, toys.shape(fc_norm=True))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for index, norm in enumerate(original.fc_norm):
+        assert tensors[f"fc_norm.{index}.weight"].double().equal(norm.weight)
 
 
 def test_sizes_are_the_shapes(form: Format, tmp_path: Path) -> None:
@@ -192,7 +206,7 @@ def test_yarn_survives_in_every_spelling(form: Format, spelling: str, tmp_path: 
     rope = read_checkpoint(tmp_path).shape.rope
     assert {name: rope[name] for name in YARN} == YARN
     restored = reload(tmp_path, original)
-    assert restored.rotary.inv_freq.equal(original.rotary.inv_freq)
+    assert restored.rotary.frequencies.equal(original.rotary.frequencies)
     assert logits(restored, 50_000).equal(logits(original, 50_000))
     plain = Drafter(toys.SHAPE, original.embeddings).double()
     plain.load_state_dict(original.state_dict())
@@ -273,7 +287,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         config_fault(lambda values: layer_of(values).pop("hidden_size")),
         "hidden_size",
     ),
-    "norm_output": (config_fault(lambda values: values.update(norm_output=True)), "norm_output"),
+    "norm_over_all_states": (
+        config_fault(lambda values: values.update(norm_before_fc=True)),
+        "norm_before_fc is true",
+    ),
+    "norms_that_the_weights_lack": (
+        config_fault(lambda values: values.update(fc_norm=True)),
+        r"missing tensors \['fc_norm\.0\.weight'",
+    ),
     "config_no_json": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
     "no_config": (lambda folder: (folder / "config.json").unlink(), "cannot be read"),
     "weights_cut_off": (cut, "cannot be read"),

@@ -87,9 +87,17 @@ class Oracle(Drafter):
         rows = enumerate(pairwise(answer), start=len(prompt) - 1)
         return all(self.following[row, token] == following for row, (token, following) in rows)
 
-    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         pairs = zip(positions.tolist(), tokens.tolist(), strict=True)
-        return self.codes[[self.following.get(pair, 0) for pair in pairs]]
+        out = self.codes[[self.following.get(pair, 0) for pair in pairs]]
+        return out if rows is None else out[rows]
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +142,11 @@ def guesses_of(
     """Row t of the drafter sees token t+1 and the target's states of token t; every later row
     sees its own last guess and its own last output."""
     following = tokens[1:]
-    hidden = drafter.fc(aux.flatten(1))
+    hidden = drafter.features(aux.flatten(1))
     for _ in range(count):
         rows = torch.arange(len(following))
         out = drafter(torch.tensor(following), hidden, rows, causal)
-        guess = used[drafter.lm_head(drafter.norm(out[-1])).argmax()]
+        guess = used[drafter.logits(out[-1:])[0].argmax()]
         following = [*following, int(guess)]
         hidden = torch.cat([hidden, out[-1:]])
     return following[len(tokens) - 1 :]

@@ -25,6 +25,8 @@ class Shape:
     rope_theta: float
     eps: float
     norm_before_residual: bool = False
+    fc_norm: bool = False  # EAGLE-3.1: a norm of its own on each auxiliary state
+    norm_output: bool = False  # EAGLE-3.1: the normed output is what the next step takes in
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,35 @@ def layer(
     return after + weights["layer.mlp.down_proj.weight"] @ gated, k, v
 
 
+def first_hidden(weights: Weights, aux: Tensor, shape: Shape) -> Tensor:
+    """fc over the three auxiliary states of a row, in order."""
+    parts = [aux[i] for i in range(3)]
+    if shape.fc_norm:
+        parts = [rms_norm(parts[i], weights[f"fc_norm.{i}.weight"], shape.eps) for i in range(3)]
+    return weights["fc.weight"] @ torch.cat(parts)
+
+
+def row_loss(kind: str, teacher: Tensor, q_logits: Tensor) -> Tensor:
+    """The loss of one row. alpha is the probability that sampled speculation keeps the draft."""
+    log_q = torch.log_softmax(q_logits, dim=0)
+    alpha = torch.zeros((), dtype=torch.float64)
+    cross_entropy = torch.zeros((), dtype=torch.float64)
+    entropy = torch.zeros((), dtype=torch.float64)
+    for i in range(len(teacher)):
+        q = torch.exp(log_q[i])
+        alpha = alpha + (q if q < teacher[i] else teacher[i])
+        cross_entropy = cross_entropy - teacher[i] * log_q[i]
+        entropy = entropy - teacher[i] * torch.log(teacher[i])
+    if kind == "cross_entropy":
+        return cross_entropy
+    if kind == "total_variation":
+        return 1 - alpha
+    if kind == "acceptance":
+        return -torch.log(alpha)
+    share = math.exp(-3 * alpha.item())  # a number: no gradient flows through it
+    return share * (cross_entropy - entropy) + (1 - share) * (1 - alpha)
+
+
 def reference(
     weights: Weights,
     embed: Tensor,
@@ -123,6 +154,7 @@ def reference(
     steps: int,
     decay: float,
     stop_ids: set[int],
+    kind: str = "cross_entropy",
 ) -> Result:
     # Zero times every weight: without a single loss row, gradients are still defined (all zero).
     nothing = sum((w.sum() * 0.0 for w in weights.values()), torch.zeros((), dtype=torch.float64))
@@ -141,8 +173,8 @@ def reference(
             outcome[-1].append(row)
             own_keys: list[Heads] = []  # this row's keys of steps 1, 2, ...
             own_values: list[Heads] = []
-            # fc over the three auxiliary states, in order; later the layer's own raw output.
-            hidden = weights["fc.weight"] @ torch.cat([document.aux[p][i] for i in range(3)])
+            # At first from the target's states; later the layer's own output.
+            hidden = first_hidden(weights, document.aux[p], shape)
             for k in range(steps):
                 t = p + 1 + k
                 if t > length - 1:
@@ -154,13 +186,14 @@ def reference(
                 )
                 (step0_keys if k == 0 else own_keys).append(key)
                 (step0_values if k == 0 else own_values).append(value)
+                normed = rms_norm(hidden, weights["norm.weight"], shape.eps)
+                if shape.norm_output:
+                    hidden = normed
 
                 # Valid: the assistant wrote x_t, and x_t does not end the answer.
                 if document.loss_mask[t] != 1 or token in stop_ids:
                     continue
-                q_logits = weights["lm_head.weight"] @ rms_norm(
-                    hidden, weights["norm.weight"], shape.eps
-                )
+                q_logits = weights["lm_head.weight"] @ normed
                 row[k] = used[int(q_logits.argmax())] == document.argmax[t]
                 valid_rows[k] += 1
                 correct[k] += int(row[k] is True)
@@ -170,8 +203,7 @@ def reference(
                     continue
                 p_logits = torch.stack([target_head[i] @ document.last[t] for i in used])
                 teacher = torch.softmax(p_logits, dim=0).detach()
-                cross_entropy = -(teacher * torch.log_softmax(q_logits, dim=0)).sum()
-                loss_sums[k] = loss_sums[k] + cross_entropy
+                loss_sums[k] = loss_sums[k] + row_loss(kind, teacher, q_logits)
                 loss_rows[k] += 1
 
     loss = nothing

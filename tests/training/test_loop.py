@@ -10,6 +10,7 @@ import torch
 import toys
 from safetensors.torch import load_file
 
+from draftworks.config import Loss
 from draftworks.eagle3.vocabulary import DraftVocabulary
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
@@ -54,6 +55,21 @@ def test_a_learnable_language_is_learnt(precision: str, data: Data, tmp_path: Pa
     assert after.loss < 0.3 * before.loss
     assert min(after.accuracy) > 0.95 > 0.5 > max(before.accuracy)
     assert after.acceptance.length > 2.5 > before.acceptance.length
+
+
+@pytest.mark.parametrize("loss", ["total_variation", "acceptance", "hybrid"])
+def test_every_loss_learns_it_too(loss: Loss, data: Data, tmp_path: Path) -> None:
+    trainer = toys.cycle_trainer(tmp_path, data, toys.cycle_config(epochs=20, loss=loss))
+    assert min(trainer.run(Progress()).accuracy) > 0.95
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_frozen_head_stays_the_targets(optimizer: str, data: Data, tmp_path: Path) -> None:
+    config = toys.cycle_config(train_head=False, optimizer=optimizer)
+    trainer = toys.cycle_trainer(tmp_path, data, config)
+    before = trainer.validate()
+    assert trainer.run(Progress()).loss < before.loss
+    assert trainer.drafter.lm_head.weight.equal(toys.CYCLE_HEAD[list(toys.USED)])
 
 
 def test_validation_counts_what_the_drafter_cannot_utter_as_wrong(

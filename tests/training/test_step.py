@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ import toys
 from reference import eagle3 as truth
 from torch import Tensor
 
+from draftworks.config import Loss
 from draftworks.eagle3.drafter import Drafter
 from draftworks.training.packing import Pack, load_pack
 from draftworks.training.step import Outcome, learned_rows, pack_loss, walk_pack
 
 DECAY = 0.7
-PRECISION = 2e-6  # RoPE tables and attention weights are made in float32
+PRECISION = 1e-9
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,16 @@ SHAPES = {
     )
     for kv_heads in (4, 2, 1)
     for normed in (False, True)
+} | {
+    "fc_norm": toys.shape(fc_norm=True),
+    "norm_output": toys.shape(norm_output=True),
+    "every_norm": toys.shape(norm_before_residual=True, fc_norm=True, norm_output=True),
 }
+LOSSES: tuple[Loss, ...] = get_args(Loss)
 
 
 def brute_force(
-    drafter: Drafter, documents: list[truth.Document], steps: int
+    drafter: Drafter, documents: list[truth.Document], steps: int, loss: Loss
 ) -> tuple[truth.Result, dict[str, Tensor]]:
     """The reference's result and its gradient for every weight of the drafter."""
     shape = drafter.shape
@@ -73,17 +80,20 @@ def brute_force(
             shape.rope["rope_theta"],
             shape.norm_eps,
             shape.norm_before_residual,
+            shape.fc_norm,
+            shape.norm_output,
         ),
         steps,
         DECAY,
         {toys.STOP},
+        loss,
     )
     result.loss.backward()
     return result, {name: weight.grad for name, weight in weights.items()}
 
 
 def step(
-    drafter: Drafter, packs: Sequence[Pack], steps: int
+    drafter: Drafter, packs: Sequence[Pack], steps: int, loss: Loss = "cross_entropy"
 ) -> tuple[list[Outcome], dict[str, Tensor]]:
     """An optimizer step's outcomes and gradients over packs, as the loop accumulates them."""
     normaliser = learned_rows(packs, steps, toys.VOCABULARY)
@@ -96,6 +106,7 @@ def step(
             pack,
             normaliser,
             DECAY,
+            loss,
             guess=True,
         )
         outcome.loss.backward()
@@ -132,10 +143,14 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor])
 
 
 def assert_equals_brute_force(
-    drafter: Drafter, documents: list[truth.Document], pack: Pack, steps: int
+    drafter: Drafter,
+    documents: list[truth.Document],
+    pack: Pack,
+    steps: int,
+    loss: Loss = "cross_entropy",
 ) -> None:
-    expected, expected_gradients = brute_force(drafter, documents, steps)
-    [outcome], found_gradients = step(drafter, [pack], steps)
+    expected, expected_gradients = brute_force(drafter, documents, steps, loss)
+    [outcome], found_gradients = step(drafter, [pack], steps, loss)
     assert outcome.loss.item() == pytest.approx(expected.loss.item(), rel=PRECISION, abs=1e-12)
     assert_same_gradients(found_gradients, expected_gradients)
     correct, valid = by_teacher_position(expected, pack, steps)
@@ -161,6 +176,14 @@ def test_loss_gradients_and_counts_equal_the_brute_force(case: Case) -> None:
 def test_every_shape_equals_the_brute_force(shape: truth.Shape) -> None:
     documents = toys.documents(*MIXED.sketches)
     assert_equals_brute_force(toys.drafter(shape), documents, toys.pack(documents), MIXED.steps)
+
+
+@pytest.mark.parametrize("steps", range(1, 8))
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_and_number_of_steps_equals_the_brute_force(loss: Loss, steps: int) -> None:
+    documents = toys.documents(*MIXED.sketches)
+    drafter = toys.drafter(SHAPES["every_norm"] if steps % 2 else toys.SHAPE)
+    assert_equals_brute_force(drafter, documents, toys.pack(documents), steps, loss)
 
 
 def test_the_cases_hold_hits_misses_and_rows_that_do_not_count() -> None:
