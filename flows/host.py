@@ -97,11 +97,11 @@ def prepare(name: StageName, config: PipelineConfig) -> None:
 
 def _run(name: StageName, config: PipelineConfig) -> None:
     config = experiment(with_blocks(config))
+    sources = [source.name for source in stage_of(name, config).inputs]
     there = found(name, config)
-    if config.jobs.prepare and not there:
+    if sources and config.jobs.prepare and not there:
         prepare(name, config, return_state=True)  # a failure has warned; its remedy may yet come
     wait = config.gates.on_incomplete == "wait"
-    sources = [source.name for source in stage_of(name, config).inputs]
     inputs = {source: gate(source, config, wait=wait) for source in sources}
     if there:
         get_run_logger().info("%s is there already; nothing to do", name)

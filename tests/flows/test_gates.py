@@ -1,5 +1,6 @@
 """Gates open on what lies on disk, and on nothing else."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError, StopRequested
 from draftworks.progress import Progress
 from draftworks.stages.generate import Generate
-from tasks.gates import found, gate
+from draftworks.supervision.job import Job
+from tasks.gates import NotYetError, found, gate
 from tasks.places import workspace_of
 
 
@@ -19,7 +21,9 @@ def samples(tiny_config: PipelineConfig) -> Generate:
 
 
 def test_the_gate_of_a_stage_that_never_ran_is_shut(samples: Generate) -> None:
-    with pytest.raises(DraftworksError, match=r"^not yet\. samples: 0 of 24 prompts \(0\.0%\)$"):
+    with pytest.raises(
+        DraftworksError, match=r"^not yet\. samples: 0 of 24 prompts \(0\.0%\); no job"
+    ):
         gate("generate", samples.config)
     assert not found("generate", samples.config)
 
@@ -29,10 +33,12 @@ def test_an_incomplete_stage_is_refused_with_its_true_count(
 ) -> None:
     with pytest.raises(StopRequested):
         samples.run(interrupted(8))
-    with pytest.raises(DraftworksError, match=r"^not yet\. samples: 8 of 24 prompts \(33\.3%\)$"):
+    with pytest.raises(
+        DraftworksError, match=r"^not yet\. samples: 8 of 24 prompts \(33\.3%\); no job"
+    ):
         gate("generate", samples.config)
-    (row,) = shown("gate-generate")
-    assert (row["found"], row["gate"]) == ("8 of 24 prompts", "shut")
+    found = {row["found"]: row["count"] for row in shown("gate-generate")}
+    assert found == {"gate": "shut", "prompts": "8 of 24", "missing": "16"}
 
 
 def test_a_complete_stage_opens_it_with_its_digest(
@@ -41,9 +47,9 @@ def test_a_complete_stage_opens_it_with_its_digest(
     samples.run(Progress())
     assert found("generate", samples.config)
     assert gate("generate", samples.config) == samples.store.digest() != ""
-    (row,) = shown("gate-generate")
-    assert (row["gate"], row["problems"]) == ("open", "none")
-    assert row["digest"] == samples.store.digest()[:16]
+    opened, counted = shown("gate-generate")
+    assert (opened["count"], opened["which"]) == ("open", "every byte")
+    assert (counted["count"], counted["which"]) == ("24 of 24", samples.store.digest())
 
 
 def test_an_open_gate_is_never_remembered(samples: Generate) -> None:
@@ -68,6 +74,41 @@ def test_damaged_files_are_named(samples: Generate, shown: Callable[[str], Any])
     assert f"{second.name} has {second.stat().st_size} of {second.stat().st_size + 1} bytes" in str(
         refusal.value
     )
-    (row,) = shown("gate-generate")
-    assert first.name in row["problems"]
-    assert second.name in row["problems"]
+    damaged = next(row for row in shown("gate-generate") if row["found"] == "damaged")
+    assert damaged["count"] == "2"
+    assert first.name in damaged["which"]
+    assert second.name in damaged["which"]
+
+
+def test_a_sampled_look_says_so(samples: Generate, shown: Callable[[str], Any]) -> None:
+    samples.run(Progress())
+    gates = samples.config.gates.model_copy(update={"share": 0.01})
+    gate("generate", samples.config.model_copy(update={"gates": gates}))
+    assert shown("gate-generate")[0]["which"] == "a sample of 1 of 3 files (1 %), chosen anew"
+
+
+def test_a_waiting_gate_opens_when_the_last_unit_is_there(
+    samples: Generate, interrupted: Callable[[int], Progress], ear: Any
+) -> None:
+    with pytest.raises(StopRequested):
+        samples.run(interrupted(8))
+
+    def finish() -> None:
+        ear.wait_for("waiting for samples: 8 of 24 prompts")
+        Generate(samples.config, samples.workspace).run(Progress())
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    assert gate("generate", samples.config, wait=True) == samples.store.digest()
+    thread.join()
+
+
+def test_a_waiting_gate_does_not_wait_for_a_job_that_failed(
+    samples: Generate, job_of: Callable[[str, PipelineConfig], Job]
+) -> None:
+    directory = job_of("generate", samples.config).directory
+    directory.mkdir(parents=True)
+    (directory / "lock").touch()
+    (directory / "exit.json").write_text('{"outcome": "failed", "error": "out of paper"}')
+    with pytest.raises(NotYetError, match="its job failed: out of paper"):
+        gate("generate", samples.config, wait=True)

@@ -38,7 +38,7 @@ def test_a_second_start_attaches_to_the_running_job(
     commit_json(settings, served_config.model_dump(mode="json"))
     command = [sys.executable, "-m", "draftworks", "run", str(settings), "generate"]
     assert job.launch_or_attach(command, os.environ)
-    run_job("generate", served_config)
+    run_job("generate", served_config, {})
     assert outcomes(job) == ["finished"]
     assert set(Counter(model_server.asked).values()) == {1}
 
@@ -53,7 +53,7 @@ def test_a_lost_job_is_started_again_and_resumes(
 ) -> None:
     job = job_of("generate", served_config)
     model_server.at[6] = lambda: kill(job)
-    at_once("generate", served_config)
+    at_once("generate", served_config, {})
 
     assert outcomes(job) == ["lost", "finished"]
     assert stage_of("generate", served_config).verify().complete
@@ -74,7 +74,7 @@ def test_a_job_that_failed_for_a_reason_is_not_started_again(
     job_of: Callable[[str, PipelineConfig], Job],
 ) -> None:
     model_server.at[6] = lambda: 401
-    state = at_once("generate", served_config, return_state=True)
+    state = at_once("generate", served_config, {}, return_state=True)
     assert state.is_failed()
     assert "DraftworksError: generate failed: endpoint " in state.message
     assert "401" in state.message
@@ -104,5 +104,5 @@ def test_what_an_earlier_run_committed_is_no_pace(
         stage_of("generate", served_config).run(interrupted(4))
     monkeypatch.setattr("tasks.jobs.Pace", Watched)
     model_server.at[5] = lambda: None if resumed.wait(PATIENCE) else 401
-    run_job("generate", served_config)
+    run_job("generate", served_config, {})
     assert min(counted) == 4
