@@ -65,7 +65,9 @@ def test_damaged_files_are_named(samples: Generate, shown: Callable[[str], Any])
     with pytest.raises(DraftworksError) as refusal:
         gate("generate", samples.config)
     assert f"{first.name} differs from its checksum" in str(refusal.value)
-    assert f"{second.name} has {second.stat().st_size} of {second.stat().st_size + 1} bytes" in str(refusal.value)
+    assert f"{second.name} has {second.stat().st_size} of {second.stat().st_size + 1} bytes" in str(
+        refusal.value
+    )
     (row,) = shown("gate-generate")
     assert first.name in row["problems"]
     assert second.name in row["problems"]
