@@ -243,6 +243,43 @@ def test_verify_says_what_is_there(
     assert not Path(tiny_config.workspace).exists()
 
 
+@pytest.mark.usefixtures("own_signals")
+def test_verify_and_run_hold_the_files_against_what_was_seen(
+    tiny_config: PipelineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tiny_config, tmp_path)
+    assert main(["run", path, "generate"]) == 0
+    (part,) = Path(tiny_config.workspace).glob("artifacts/generate-*/part-000001.parquet")
+    whole = part.read_bytes()
+    part.write_bytes(bytes(len(whole)))
+    (part.parent / "notes.txt").write_text("mine")
+    capsys.readouterr()
+    assert main(["verify", path, "--share", "0"]) == 1
+    shallow = capsys.readouterr().out
+    assert "checked: presence and sizes" in shallow
+    assert "differs" not in shallow
+    assert main(["verify", path]) == 1
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("│ generate")
+    ]
+    assert rows == [
+        ["generate", "foreign", "1", "notes.txt"],
+        ["generate", "damaged", "1", "part-000001.parquet differs from its checksum"],
+    ]
+    assert main(["verify", path, "--share", "2"]) == 1
+    assert "--share 2: expected a share between 0 and 1" in capsys.readouterr().err
+    part.write_bytes(whole)
+    (part.parent / "notes.txt").unlink()
+    assert main(["run", path, "--input", "generate=abc", "vocab"]) == 1
+    assert "gate saw abc, disk holds" in capsys.readouterr().err
+    assert main(["run", path, "vocab", "--input", "train=abc"]) == 1
+    assert "error: --input train: not an input of vocab" in capsys.readouterr().err
+    assert main(["run", path, "vocab", "--input", "generate"]) == 1
+    assert "error: --input expects STAGE=DIGEST" in capsys.readouterr().err
+
+
 def test_the_status_of_an_empty_workspace_is_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

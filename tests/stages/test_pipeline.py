@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from draftworks.config import PipelineConfig
 from draftworks.eagle3.formats import read_checkpoint
+from draftworks.eagle3.vocabulary import DraftVocabulary
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
 from draftworks.records.inspection import Findings
-from draftworks.records.manifest import read_manifest, rewrite_manifest
+from draftworks.records.manifest import ManifestWriter, read_manifest, rewrite_manifest
 from draftworks.records.samples import SampleWriter
 from draftworks.stages import STAGES, Stage, check_all, plan_all, stage_named
 from draftworks.stages.evaluate import Evaluate
@@ -355,6 +357,103 @@ def test_an_altered_file_of_a_published_drafter_is_found_and_made_again(
         assert stage(Publish, finished).verify().complete
         # Only the first copy names the folder of the original in its provenance.
         assert file_digest(path) == before or name == "draftworks.json"
+
+
+def test_a_stale_vocabulary_map_is_found(finished: PipelineConfig) -> None:
+    """Another map in its place, and a map with its record from other samples."""
+    vocab = stage(Vocab, finished)
+    stale = shutil.copytree(vocab.directory, vocab.directory.with_name("stale"))
+    mapped = vocab.map_file.read_bytes()
+    DraftVocabulary(torch.arange(128), 320).save(vocab.map_file)
+    verdict = vocab.verify()
+    assert verdict.damaged == {"vocabulary.safetensors": "differs from its checksum"}
+    assert verdict.problems == ()
+    vocab.map_file.write_bytes(mapped)
+    assert vocab.verify().complete
+    answer_otherwise(finished)
+    run(finished, Vocab)
+    assert vocab.verify().complete
+    shutil.copytree(stale, vocab.directory, dirs_exist_ok=True)
+    verdict = vocab.verify()
+    assert verdict.problems == ("made from other samples than lie on disk now; run vocab again",)
+    assert verdict.damaged == {}
+
+
+def test_a_torn_record_is_named_and_made_again(finished: PipelineConfig) -> None:
+    vocab = stage(Vocab, finished)
+    whole = vocab.record_file.read_bytes()
+    vocab.record_file.write_bytes(whole[:-20])
+    assert vocab.verify().problems == ("coverage.json cannot be read; run vocab again",)
+    run(finished, Vocab)
+    assert vocab.record_file.read_bytes() == whole
+
+
+def test_an_extra_file_of_a_published_drafter_is_foreign(finished: PipelineConfig) -> None:
+    publish = stage(Publish, finished)
+    extra = publish.folder("eagle") / "model-00002.safetensors"
+    extra.write_bytes(b"old")
+    assert publish.verify(share=0).foreign == ("eagle/model-00002.safetensors",)
+    run(finished, Publish)
+    assert publish.verify().complete
+
+
+def test_doubled_and_foreign_measurements_are_named_and_dropped(finished: PipelineConfig) -> None:
+    evaluate = stage(Evaluate, finished)
+    whole = evaluate.record()
+    rows = read_manifest(evaluate.manifest)
+    writer = ManifestWriter(evaluate.manifest)
+    writer.append(rows[0])
+    writer.append(rows[1] | {"sample_ids": ["stranger"]})
+    writer.close()
+    verdict = evaluate.verify()
+    assert verdict.duplicate == tuple(rows[0]["sample_ids"])
+    assert verdict.foreign == ("stranger",)
+    run(finished, Evaluate)
+    assert evaluate.verify().complete
+    assert evaluate.record() == whole
+
+
+def test_a_stage_whose_input_cannot_be_read_says_so(finished: PipelineConfig) -> None:
+    damage(stage(Generate, finished).directory / "part-000001.parquet")
+    (stage(Generate, finished).directory / "part-000000.parquet").unlink()
+    (problem,) = stage(Train, finished).verify().problems
+    assert "part-000000.parquet cannot be read" in problem
+
+
+def test_a_stage_starts_on_what_its_gate_saw_and_on_nothing_else(finished: PipelineConfig) -> None:
+    train = stage(Train, finished)
+    seen = train.require_inputs()
+    assert seen.keys() == {"generate", "vocab", "extract"}
+    assert train.require_inputs(seen) == train.require_inputs({"extract": seen["extract"]}) == seen
+    answer_otherwise(finished)
+    run(finished, Vocab, Extract)
+    now = stage(Extract, finished).verify().digest
+    with pytest.raises(DraftworksError) as caught:
+        train.require_inputs({"extract": seen["extract"]})
+    assert str(caught.value) == (
+        f"hidden states changed since the gate opened: gate saw {seen['extract']}, disk holds "
+        f"{now}; let the gate look again"
+    )
+
+
+def test_a_long_verdict_names_the_first_of_each_kind(finished_once: PipelineConfig) -> None:
+    sound = stage(Extract, finished_once).verify()
+    ids = tuple("abcde")
+    verdict = replace(
+        sound, done=17, missing=ids[:2], foreign=ids, damaged=dict.fromkeys(ids[:1], "is missing")
+    )
+    assert not verdict.sound
+    assert not verdict.complete
+    assert verdict.sentence == (
+        "hidden states: 17 of 24 samples (70.8%); 2 missing: a, b; 5 foreign: a, b, c and 2 more; "
+        "1 damaged: a is missing"
+    )
+    assert [row["found"] for row in verdict.rows()] == ["missing", "foreign", "damaged"]
+    some = replace(sound, done=19, missing=ids)
+    assert some.sound
+    assert not some.complete
+    assert some.sentence == "hidden states: 19 of 24 samples (79.2%)"
+    assert some.rows() == [{"found": "missing", "count": "5", "which": "a, b, c and 2 more"}]
 
 
 @pytest.mark.parametrize(
