@@ -166,32 +166,39 @@ def test_what_is_wrong_with_the_next_stage_is_told_while_this_one_runs(
         runs.append(threading.Thread(target=context.run, args=[work]))
         runs[-1].start()
 
-    in_background(lambda: generate(served_config))
-    assert reached.wait(PATIENCE)
-    in_background(lambda: extract(needy))
-    ear.wait_for(
-        "extract is not ready. environment: fast-kernels is not installed, >=2 is required"
-    )
-    ear.wait_for("waiting for samples: 8 of 12 prompts")
-    assert job_of("generate", served_config).alive()
-    note = shown("not-ready-extract")
-    assert "fast-kernels is not installed" in note.data
-    assert "prefect deployment run prepare/host" in note.data
-    assert note.flow_run_id is not None
-    assert any("extract is not ready" in text for text in pager.texts)
-    with get_client(sync_client=True) as client:
-        wanted = {"filter": {"event": {"name": ["draftworks.preparation.failed"]}}}
-        events = client.request("POST", "/events/filter", json=wanted).json()["events"]
-        assert [event["payload"]["check"] for event in events] == ["environment"]
+    try:
+        in_background(lambda: generate(served_config))
+        assert reached.wait(PATIENCE)
+        in_background(lambda: extract(needy))
+        ear.wait_for(
+            "extract is not ready. environment: fast-kernels is not installed, >=2 is required"
+        )
+        ear.wait_for("waiting for samples: 8 of 12 prompts")
+        assert job_of("generate", served_config).alive()
+        note = shown("not-ready-extract")
+        assert "fast-kernels is not installed" in note.data
+        assert "prefect deployment run prepare/host" in note.data
+        assert note.flow_run_id is not None
+        assert any("extract is not ready" in text for text in pager.texts)
+        with get_client(sync_client=True) as client:
+            wanted = {"filter": {"event": {"name": ["draftworks.preparation.failed"]}}}
+            events = client.request("POST", "/events/filter", json=wanted).json()["events"]
+            payloads = [event["payload"] for event in events]
+            assert [told["check"] for told in payloads if told["stage"] == "extract"] == [
+                "environment"
+            ]
 
-    package = site / "fast_kernels-2.1.dist-info"
-    package.mkdir(parents=True)
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: fast-kernels\nVersion: 2.1\n")
-    prepare("extract", needy)
-    assert job_of("generate", served_config).alive()
-    mended.set()
-    for run in runs:
-        run.join(PATIENCE)
+        package = site / "fast_kernels-2.1.dist-info"
+        package.mkdir(parents=True)
+        (package / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: fast-kernels\nVersion: 2.1\n"
+        )
+        prepare("extract", needy)
+        assert job_of("generate", served_config).alive()
+    finally:
+        mended.set()
+        for run in runs:
+            run.join(PATIENCE)
     outcomes = [run["outcome"] for run in preparation_of("extract", needy).job.history()]
     assert outcomes == ["failed", "finished"]
     assert job_of("extract", needy).state() is State.FINISHED
