@@ -43,6 +43,7 @@ STALL_SECONDS = 60.0
 """No stall is called sooner: nobody looks that often."""
 TAU = 1.0
 """A drift loses half its strength while the work made doubles (e ** -0.7)."""
+ORIGIN = 0.1
 GRID = np.array(
     list(
         product(
@@ -175,7 +176,8 @@ def _forecast(seconds: Array, units: Array, left: float) -> tuple[Array, Array]:
     """Values of log(seconds to go), (grid, 40), and their weights, (grid,)."""
     s, w, spread = GRID
     ends = units.cumsum()
-    axis = np.log(ends - units / 2)
+    origin = ORIGIN * (ends[-1] + left)
+    axis = np.log(origin + ends - units / 2)
     noise = s**2 / units[0]
     # The mean of unequal times lies above their usual value: half the variance of the logarithm.
     level = np.log(seconds[0] / units[0]) + np.minimum(noise, 1.0) / 2
@@ -200,7 +202,7 @@ def _forecast(seconds: Array, units: Array, left: float) -> tuple[Array, Array]:
 
     # The pace over the work left, in pieces: (grid, piece).
     middles = ends[-1] + left * (np.arange(STEPS) + 0.5) / STEPS
-    ahead = np.log(middles) - axis[-1]
+    ahead = np.log(origin + middles) - axis[-1]
     reach = TAU * (1 - np.exp(-ahead / TAU))
     path = level[:, None] + drift[:, None] * reach
     top = path.max(axis=1, keepdims=True)
