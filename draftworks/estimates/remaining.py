@@ -4,12 +4,11 @@ The history is cut into at most 24 blocks of about equal work, each long enough 
 burst. The logarithm of a block's pace (seconds a unit) is
 
     observation = level + noise                 noise ~ N(0, s² / units)
-    level      += drift · dx + N(0, w² · dx)    x = log(units made)
+    level      += drift · dx + N(0, w² · dx)    x = log(ORIGIN · total + units made)
     drift       returns to 0 with scale TAU     its spread is D
 
-Progress is counted on a logarithmic axis because what is known is relative: from 10 units the
-next 10 are as far away as from 1,000 the next 1,000. On it a slowing 16, 24, 27, 29 s is almost
-a straight line. A Kalman filter runs for every (s, w, D) of a small grid; each weighs by how well
+The axis is logarithmic because changes come early: on it a slowing 16, 24, 27, 29 s is almost a
+straight line. A Kalman filter runs for every (s, w, D) of a small grid; each weighs by how well
 it foretold this trace block by block, so a steady trace keeps a narrow range and an uneven one
 widens its own. The forecast sums the foreseen pace over the units left; its spread grows with
 their number.
@@ -41,20 +40,21 @@ STALL_GAPS = 5
 """Usual gaps without a commit that are called a stall."""
 STALL_SECONDS = 60.0
 """No stall is called sooner: nobody looks that often."""
-TAU = 1.0
-"""A drift loses half its strength while the work made doubles (e ** -0.7)."""
-ORIGIN = 0.1
+ORIGIN = 0.4
+"""Where the logarithmic axis begins, as a share of the whole work before its first unit: a drift
+belongs partly to what was made (learning, filling caches), partly to the job as a whole."""
+TAU = 3.0
+"""A drift fades to 1/e over so much of the axis, all of which is 1.25 long: hardly within a job."""
 GRID = np.array(
     list(
         product(
             np.geomspace(0.03, 3.0, 7),  # s: spread of one unit's pace, 3 % to a factor of 20
-            (0.02, 0.08, 0.2, 0.5),  # w: how far the pace wanders per e-fold of work
-            (0.02, 0.15, 0.4),  # D: how strongly it drifts per e-fold of work
+            (0.01, 0.05, 0.15, 0.4),  # w: how far the pace wanders per unit of the axis
+            (0.1, 0.5, 1.2),  # D: how strongly it drifts per unit of the axis
         )
     )
 ).T
-PRIOR = np.tile(np.repeat([0.4, 0.3, 0.2, 0.1], 3) * np.tile([0.5, 0.3, 0.2], 4), 7) / 7
-"""Simple explanations first: little wandering and no drift, unless the trace says so."""
+"""All are equally likely before the first unit: from a steady pace to a drift by a factor of e."""
 STEPS = 16
 """Pieces of the work left over which the foreseen pace is summed."""
 NORMAL = np.array([NormalDist().inv_cdf((k + 0.5) / 40) for k in range(40)])
@@ -183,7 +183,7 @@ def _forecast(seconds: Array, units: Array, left: float) -> tuple[Array, Array]:
     level = np.log(seconds[0] / units[0]) + np.minimum(noise, 1.0) / 2
     drift = np.zeros_like(s)
     var, cov, drift_var = noise + 0.25, np.zeros_like(s), spread**2
-    evidence = np.log(PRIOR)
+    evidence = np.zeros_like(s)
     for index in range(1, len(units)):
         level, drift, var, cov, drift_var = _move(
             level, drift, var, cov, drift_var, axis[index] - axis[index - 1]
