@@ -187,13 +187,18 @@ def _report(pipeline: config.PipelineConfig, _options: argparse.Namespace) -> in
 def _status(root: Path) -> int:
     from draftworks.supervision.job import Job
 
-    table = Table("job", "state", "progress", "phase")
+    table = Table("job", "state", "progress", "phase", "to go")
     folder = Workspace(root).root / "jobs"
     for directory in sorted(folder.iterdir()) if folder.is_dir() else []:
         job = Job(directory)
         status = job.status()
         counted = f"{status.done:,} of {status.total:,} {status.unit}" if status else ""
-        table.add_row(directory.name, job.state().value, counted, status.phase if status else "")
+        phase = status.phase if status else ""
+        if status and status.phase_total:
+            phase += f" {status.phase_done:,} of {status.phase_total:,}"
+        estimate = job.estimate()
+        togo = estimate.sentence if estimate else ""
+        table.add_row(directory.name, job.state().value, counted, phase, togo)
     Console().print(table)
     return 0
 

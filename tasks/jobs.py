@@ -18,7 +18,6 @@ from prefect.client.schemas.objects import FlowRun
 
 from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
-from draftworks.estimates.remaining import Pace
 from draftworks.supervision.job import Job, Status
 from draftworks.supervision.job import State as JobState
 from draftworks.workspace import commit_json
@@ -108,32 +107,28 @@ def _watch(name: str, job: Job) -> None:
     """Show the job's status until it is gone."""
     logger = get_run_logger()
     artifact: Any = create_progress_artifact(0.0, key=f"{name}-progress", description="starting")
-    pace, phase, shown = Pace(), "", 0.0
+    phase, shown = "", 0.0
     while job.state() in (JobState.RUNNING, JobState.STALLED):
         status = job.status()
         if status is not None:
-            if status.total:  # before, what an earlier run committed is not counted yet
-                pace.observe(status.heartbeat, status.done)
             if status.phase != phase:
                 phase = status.phase
                 logger.info("%s: %s", name, phase)
             if time.monotonic() - shown > ARTIFACT_SECONDS:
                 shown = time.monotonic()
-                update_progress_artifact(artifact, _percent(status), _describe(status, pace))
+                update_progress_artifact(artifact, _percent(status), _describe(status, job))
         time.sleep(POLL_SECONDS)
     if status := job.status():
-        update_progress_artifact(artifact, _percent(status), _describe(status, pace))
+        update_progress_artifact(artifact, _percent(status), _describe(status, job))
 
 
 def _percent(status: Status) -> float:
     return round(100 * status.done / status.total, 1) if status.total else 0.0
 
 
-def _describe(status: Status, pace: Pace) -> str:
+def _describe(status: Status, job: Job) -> str:
     """One line: phase, count, what remains, last heartbeat."""
     beat = time.strftime("%H:%M:%S UTC", time.gmtime(status.heartbeat))
-    counted = f"{status.done:,} of {status.total:,} {status.unit}"
-    left = status.total - status.done
-    estimate = pace.remaining(left)
-    togo = "" if not left else f", {estimate.sentence if estimate else 'estimating'}"
-    return f"{status.phase}: {counted}{togo}; heartbeat {beat}"
+    estimate = job.estimate()
+    togo = f", {estimate.sentence}" if estimate else ""
+    return f"{status.counted}{togo}; heartbeat {beat}"

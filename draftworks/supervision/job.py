@@ -6,6 +6,7 @@ Its directory holds
     pid            of the process, which leads a process group of its own
     status.json    phase, counted units, heartbeat; rewritten atomically while it runs
     exit.json      how the last run ended; absent while it runs or when it was killed
+    trace.jsonl    when how much was done, thinned: what the estimates are made of
     history.jsonl  one row per run: started, ended, outcome
     log            standard output and error of all runs
 
@@ -28,7 +29,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from draftworks.estimates.remaining import Estimate, Point, estimate
 from draftworks.records.manifest import ManifestWriter, read_manifest
+from draftworks.supervision.trace import points, read_trace
 
 LOCK_DESCRIPTOR = "DRAFTWORKS_LOCK_DESCRIPTOR"
 STALLED_SECONDS = 120  # without a heartbeat
@@ -57,6 +60,20 @@ class Status:
     started: float
     heartbeat: float
     pid: int
+    phase_done: int = 0
+    phase_total: int = 0  # 0 when the phase has no count of its own
+
+    @property
+    def left(self) -> int:
+        """What the estimate is about: steps of a counted phase that is under way, else units."""
+        return self.phase_total - self.phase_done or self.total - self.done
+
+    @property
+    def counted(self) -> str:
+        """For people: loading weights 12 of 64; extracting: 30 of 100 samples."""
+        if self.phase_total > self.phase_done:
+            return f"{self.phase} {self.phase_done:,} of {self.phase_total:,}"
+        return f"{self.phase}: {self.done:,} of {self.total:,} {self.unit}".rstrip()
 
 
 class Job:
@@ -109,6 +126,19 @@ class Job:
         """None before the first heartbeat."""
         values = _read_json(self.directory / "status.json")
         return Status(**values) if values else None
+
+    def trace(self) -> list[Point]:
+        """The course of what is counted now: the phase's steps, else the committed units."""
+        status = self.status()
+        in_phase = bool(status and status.phase_total > status.phase_done)
+        return points(read_trace(self.directory / "trace.jsonl"), in_phase=in_phase)
+
+    def estimate(self) -> Estimate | None:
+        """What remains of what is counted now; None when nothing is left or nothing runs."""
+        status = self.status()
+        if status is None or not status.left or not self.alive():
+            return None
+        return estimate(self.trace(), time.time(), status.left)
 
     def exit(self) -> dict[str, Any]:
         """outcome, error and ended of the last run; empty while it runs or when it was killed."""

@@ -15,24 +15,27 @@ from typing import Any
 from draftworks.errors import DraftworksError, StopRequested
 from draftworks.progress import Progress
 from draftworks.supervision.job import State, append_history, held_lock
+from draftworks.supervision.trace import Row, TraceWriter
 
 HEARTBEAT_SECONDS = 1.0
 
 
 class JobProgress(Progress):
-    """Progress that a job directory shows: a heartbeat thread rewrites status.json."""
+    """Progress that a job directory shows: a heartbeat thread rewrites status.json and adds to
+    trace.jsonl."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self.started = time.time()
         self._file = directory / "status.json"
+        self._trace = TraceWriter(directory / "trace.jsonl")
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._write()
         self._thread.start()
 
-    def phase(self, name: str) -> None:
-        super().phase(name)
+    def phase(self, name: str, total: int = 0) -> None:
+        super().phase(name, total)
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
 
     def stop(self) -> None:
@@ -49,8 +52,10 @@ class JobProgress(Progress):
                 self._write()
 
     def _write(self) -> None:
-        status = {
+        status: dict[str, Any] = {
             "phase": self.phase_name,
+            "phase_done": self.phase_done,
+            "phase_total": self.phase_total,
             "done": self.done,
             "total": self.total,
             "unit": self.unit,
@@ -59,6 +64,9 @@ class JobProgress(Progress):
             "pid": os.getpid(),
         }
         _replace(self._file, status)
+        row = {name: value for name, value in status.items() if name in Row._fields}
+        with suppress(OSError):  # the next beat notes what this one could not
+            self._trace.note(Row(time=status["heartbeat"], section=self.section, **row))
 
 
 def run_job(directory: Path, work: Callable[[Progress], None]) -> int:
