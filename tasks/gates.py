@@ -79,7 +79,9 @@ def _sentence(verdict: "Verdict", job: Job, failure: str | None) -> str:
         return f"{verdict.sentence}; its job failed: {failure}"
     if not job.alive():
         return f"{verdict.sentence}; no job is running on {host}"
-    return f"{verdict.sentence}, job running on {host}"
+    estimate = job.estimate()
+    togo = f", {estimate.sentence}" if estimate else ""
+    return f"{verdict.sentence}{togo}, job running on {host}"
 
 
 def _show(verdict: "Verdict", sentence: str, *, opens: bool) -> None:
