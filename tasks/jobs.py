@@ -83,11 +83,11 @@ def _watch(name: str, job: Job) -> None:
     while job.state() in (JobState.RUNNING, JobState.STALLED):
         status = job.status()
         if status is not None:
+            if status.phase != phase:
+                pace, phase = Pace(), status.phase  # another phase counts something else
+                logger.info("%s: %s", name, phase)
             if status.total:  # before, what an earlier run committed is not counted yet
                 pace.observe(status.heartbeat, status.done)
-            if status.phase != phase:
-                phase = status.phase
-                logger.info("%s: %s", name, phase)
             if time.monotonic() - shown > ARTIFACT_SECONDS:
                 shown = time.monotonic()
                 update_progress_artifact(artifact, _percent(status), _describe(status, pace))
