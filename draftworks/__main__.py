@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress as Bar
 from rich.table import Table
 
@@ -154,7 +155,7 @@ def _verify(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int
     for verdict in verdicts:
         print(("ok       " if verdict.complete else "not yet  ") + verdict.sentence)
         for row in verdict.rows():
-            table.add_row(verdict.stage, *row.values())
+            table.add_row(verdict.stage, *map(escape, row.values()))
     print("checked: " + "; ".join(dict.fromkeys(verdict.checked for verdict in verdicts)))
     if table.rows:
         Console().print(table)

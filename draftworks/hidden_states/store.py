@@ -28,7 +28,7 @@ from draftworks.records.manifest import ManifestWriter, iterate_manifest
 from draftworks.records.quarantine import Quarantine
 from draftworks.workspace import commit_file, digest, file_digest, remove_partial
 
-KEPT = 100
+KEPT = 100  # damaged files in quarantine
 SAMPLE_ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -109,7 +109,7 @@ class StateStore:
         is expected among them is extracted again.
 
         Of the damaged files no more than KEPT lie in quarantine, so that a store that is damaged
-        as a whole does not fill the disk: the others keep their row there and are overwritten.
+        as a whole does not fill the disk: the others are logged and overwritten.
         """
         kept = KEPT - sum(1 for _ in self._quarantine.folder.glob("*"))
         foreign = dict.fromkeys(findings.foreign, "foreign")

@@ -43,7 +43,9 @@ class Quarantine:
         entries = []
         for name, reason in reasons.items():
             entry = {"id": name, "reason": reason, "time": now}
-            if (path := files.get(name)) and path.exists():
+            path = files.get(name)
+            # A name from a manifest may be anything; only what lies inside is moved.
+            if path and path.exists() and self._root.resolve() in path.resolve().parents:
                 number = 1
                 while (free := f"{path.stem}-{number}{path.suffix}") in taken:
                     number += 1

@@ -439,6 +439,19 @@ def test_a_store_that_is_damaged_as_a_whole_does_not_fill_the_disk(
     assert look(store) == Findings()
 
 
+def test_a_name_that_leads_out_of_the_store_moves_nothing(store: StateStore) -> None:
+    outside = store.root.parent / "outside"
+    outside.write_text("not ours")
+    writer = ManifestWriter(store.manifest)
+    writer.append(next(store.rows()) | {"id": "../outside"})
+    writer.close()
+    found = look(store)
+    assert found == Findings(foreign=("../outside",))
+    store.quarantine(found)
+    assert outside.read_text() == "not ours"
+    assert look(store) == Findings()
+
+
 class KilledError(BaseException):
     pass
 
