@@ -7,7 +7,6 @@ time over units done.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import numpy as np
 
 from benchmarks import show
 from draftworks.estimates.remaining import Point, Remaining, Stalled, estimate
+from draftworks.supervision.trace import points, read_trace
 
 TRACES = Path(__file__).parent / "traces"
 MOMENTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the units
@@ -199,11 +199,8 @@ def synthetic(split: str, seeds: int) -> dict[str, Outcome]:
 
 def recorded() -> Iterator[tuple[str, Outcome]]:
     """Traces of the demo's own jobs, as `Job.trace` reads them."""
-    from draftworks.supervision.job import points_of
-
     for path in sorted(TRACES.glob("*.jsonl")):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        yield f"recorded: {path.stem}", back_test(points_of(rows))
+        yield f"recorded: {path.stem}", back_test(points(read_trace(path)))
 
 
 def main() -> None:

@@ -2,17 +2,11 @@
 
 import os
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from draftworks.config import PipelineConfig
-from draftworks.errors import StopRequested
-from draftworks.estimates.remaining import Pace
-from draftworks.progress import Progress
 from draftworks.supervision.job import Job
 from draftworks.workspace import commit_json
 from tasks.jobs import run_job
@@ -81,28 +75,3 @@ def test_a_job_that_failed_for_a_reason_is_not_started_again(
     assert "`generate.endpoint.api_key_env`" in state.message
     assert outcomes(job_of("generate", served_config)) == ["failed"]
     assert len(model_server.asked) == 6
-
-
-def test_what_an_earlier_run_committed_is_no_pace(
-    served_config: PipelineConfig,
-    model_server: Any,
-    interrupted: Callable[[int], Progress],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A resumed job goes from 0 to thousands of units in the second in which it counts them."""
-    counted: list[int] = []
-    resumed = threading.Event()
-
-    class Watched(Pace):
-        def observe(self, seconds: float, done: int) -> None:
-            super().observe(seconds, done)
-            counted.append(done)
-            if done:
-                resumed.set()
-
-    with pytest.raises(StopRequested):
-        stage_of("generate", served_config).run(interrupted(4))
-    monkeypatch.setattr("tasks.jobs.Pace", Watched)
-    model_server.at[5] = lambda: None if resumed.wait(PATIENCE) else 401
-    run_job("generate", served_config)
-    assert min(counted) == 4
