@@ -254,7 +254,7 @@ def main() -> None:
     for outcome in outcomes.values():
         together.add(outcome)
     outcomes["all synthetic"] = together
-    # outcomes.update(recorded())
+    outcomes.update(recorded())
     show(
         f"Estimates, {options.split} traces",
         ["family", "cases", "80 % range holds", "error", "plain average", "ratio"],
