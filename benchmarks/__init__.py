@@ -1,4 +1,4 @@
-"""Speed, side by side in one run."""
+"""Two ways, side by side in one run."""
 
 from rich.console import Console
 from rich.table import Table

@@ -7,7 +7,6 @@ time over units done.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +16,11 @@ import numpy as np
 
 from benchmarks import show
 from draftworks.estimates.remaining import Point, Remaining, Stalled, estimate
+from draftworks.supervision.trace import points, read_trace
 
 TRACES = Path(__file__).parent / "traces"
 MOMENTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the units
-SEEDS = {"training": 1000, "held-out": 9000}
+SEEDS = {"training": 1000, "held-out": 20_000}
 DRIFTING = ("slowing", "speeding up", "16/24/27/29 load", "16/24/27/29 quarters")
 Random = np.random.Generator
 
@@ -199,24 +199,62 @@ def synthetic(split: str, seeds: int) -> dict[str, Outcome]:
 
 def recorded() -> Iterator[tuple[str, Outcome]]:
     """Traces of the demo's own jobs, as `Job.trace` reads them."""
-    from draftworks.supervision.job import points_of
-
     for path in sorted(TRACES.glob("*.jsonl")):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        yield f"recorded: {path.stem}", back_test(points_of(rows))
+        yield f"recorded: {path.stem}", back_test(points(read_trace(path)))
+
+
+def draw(path: Path) -> None:
+    """The slowing load: at every shard, when it will be over by the estimate and the average."""
+    from matplotlib.figure import Figure
+
+    trace = load(np.random.default_rng(4))
+    begun, finished = trace[0].time, (trace[-1].time - trace[0].time) / 60
+    minutes, lows, medians, highs, averages = [], [], [], [], []
+    for seen in range(5, 65):
+        now = trace[seen - 1].time
+        told = estimate(trace[:seen], now, 65 - seen)
+        if isinstance(told, Remaining):
+            gone = (now - begun) / 60
+            minutes.append(gone)
+            lows.append(gone + told.low / 60)
+            medians.append(gone + told.median / 60)
+            highs.append(gone + told.high / 60)
+            averages.append(gone * 64 / (seen - 1))
+    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+    axes = figure.subplots()
+    axes.fill_between(minutes, lows, highs, color="#2f86c6", alpha=0.2, lw=0, label="80 % range")
+    axes.plot(minutes, medians, color="#2f86c6", label="median")
+    axes.plot(minutes, averages, color="#d98a1f", label="plain average")
+    axes.axhline(finished, color="#333333", lw=1, ls="--", label=f"finished: {finished:.0f} min")
+    axes.set(
+        xlabel="minutes since the start of the load",
+        ylabel="told end, min",
+        xlim=(0, finished),
+        ylim=(0, 2 * finished),
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, ncols=2, loc="upper right")
+    figure.savefig(
+        path, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else None
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--split", choices=list(SEEDS), default="held-out")
+    parser.add_argument("--chart", type=Path, help="draw the slowing load to this file instead")
     options = parser.parse_args()
+    if options.chart:
+        draw(options.chart)
+        return
     outcomes = synthetic(options.split, options.seeds)
     together = Outcome()
     for outcome in outcomes.values():
         together.add(outcome)
     outcomes["all synthetic"] = together
-    # outcomes.update(recorded())
+    outcomes.update(recorded())
     show(
         f"Estimates, {options.split} traces",
         ["family", "cases", "80 % range holds", "error", "plain average", "ratio"],

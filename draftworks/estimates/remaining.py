@@ -129,11 +129,11 @@ def estimate(trace: Sequence[Point], now: float, left: float) -> Estimate:
         seconds = np.append(seconds, running)
         units = np.append(units, np.median(np.diff(recent[:, 2])))
     logarithms, weights = _forecast(seconds, units, left)
-    low, median, high = np.exp(_quantiles(logarithms, weights, (0.1, 0.5, 0.9)))
+    ends = np.exp(_quantiles(logarithms, weights, (0.1, 0.5, 0.9))).tolist()
     # What is left was counted at the last commit; part of it may have passed. The unit under way
     # is not over, so its last hundredth always remains.
     passed = min(running, usual)
-    return Remaining(*(max(end - passed, end / 100) for end in (low, median, high)))
+    return Remaining(*(max(end - passed, end / 100) for end in ends))
 
 
 def usual_gap(gaps: Array) -> float:

@@ -47,8 +47,8 @@ class Vocab(Stage):
         if self.already_complete(progress):
             return
         progress.begin(1, self.unit)
-        progress.phase("counting tokens")
-        counts = count_tokens(self._loss_tokens(), self.target.vocab_size)
+        progress.phase("counting tokens", total=len(self.of(Generate).store.index()))
+        counts = count_tokens(self._loss_tokens(progress), self.target.vocab_size)
         inherited = self._inherited()
         vocabulary = inherited or DraftVocabulary.by_frequency(
             counts, self.config.vocab.size, self._always()
@@ -83,9 +83,10 @@ class Vocab(Stage):
     def content(self) -> str:
         return str(self.record().get("sha256", ""))
 
-    def _loss_tokens(self) -> Iterator[NDArray[np.int64]]:
+    def _loss_tokens(self, progress: Progress) -> Iterator[NDArray[np.int64]]:
         for sample in self.of(Generate).store.samples():
             yield np.array(sample.token_ids[sample.prompt_tokens :], dtype=np.int64)
+            progress.step()
 
     def _always(self) -> list[int]:
         """Stop tokens and the configured ones, as ids. Raises DraftworksError for an unknown."""

@@ -46,7 +46,7 @@ class TraceWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._rows = read_trace(path)
-        self._run = 0.0
+        self._run: float | None = None
         # Cuts off a line torn by a kill, on which a first row could be glued.
         with suppress(OSError):
             self._rewrite()
@@ -54,7 +54,8 @@ class TraceWriter:
     def note(self, row: Row) -> None:
         """Add the row unless nothing changed. Raises OSError (a full disk); then nothing is
         noted, and a later row tells what this one would have."""
-        self._run = self._run or row.time
+        if self._run is None:
+            self._run = row.time
         row = row._replace(run=self._run)
         if self._rows and self._rows[-1]._replace(time=row.time) == row:
             return

@@ -38,13 +38,15 @@ def work(progress):
     print("Grüße from the worker", flush=True)
     progress.begin(10, "units", len((folder / "units").read_text().split())
                    if (folder / "units").exists() else 0)
-    progress.phase("working")
+    progress.phase("working", total=5)
     with (folder / "orders").open() as orders:
         for order in orders:
             match order.strip():
                 case "unit":
                     append("units", "done")
                     progress.advance()
+                case "step":
+                    progress.step()
                 case "fail":
                     raise DraftworksError("the sample 0f is damaged; remove it")
                 case "crash":
@@ -437,6 +439,24 @@ def test_the_status_counts_committed_units(worker: Worker) -> None:
     status = worker.job.status()
     assert status is not None
     assert status.done == 3
+
+
+def test_a_watcher_reads_the_course_and_the_estimate(worker: Worker) -> None:
+    worker.start()
+    assert worker.orders is not None
+    until(lambda: (status := worker.job.status()) is not None and status.phase_total == 5)
+    until(worker.job.trace)
+    for _ in range(2):
+        print("step", file=worker.orders, flush=True)
+    until(lambda: worker.job.trace()[-1].made == 2)
+    status, estimate = worker.job.status(), worker.job.estimate()
+    assert status is not None
+    assert estimate is not None
+    assert status.counted == "working 2 of 5"
+    assert status.left == 3
+    assert estimate.sentence == "estimating"
+    worker.kill()
+    assert worker.job.estimate() is None
 
 
 def test_without_a_heartbeat_a_living_job_is_stalled(
