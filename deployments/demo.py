@@ -44,6 +44,7 @@ def demo(recipe: str, home: Path) -> Path:
         with console.status("fetching the model, once"):
             console.print(f"target     {bundled.fetch()}")
     config = config.model_copy(update={"workspace": str(stack.workspace)})
+    workspace = Workspace(Path(config.workspace))
     jobs = jobs_of(config)
     try:
         with console.status("starting Prefect"):
@@ -53,9 +54,8 @@ def demo(recipe: str, home: Path) -> Path:
         run_pipeline(stack, jobs)
     finally:
         stack.down()
-        for job in jobs.values():
-            job.end(grace=60)
-    workspace = Workspace(Path(config.workspace))
+        for directory in workspace.jobs():  # the preparations too
+            Job(directory).end(grace=60)
     return workspace.report(Publish(config, workspace).identity) / "report.json"
 
 

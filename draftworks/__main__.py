@@ -189,8 +189,7 @@ def _status(root: Path) -> int:
     from draftworks.supervision.job import Job
 
     table = Table("job", "state", "progress", "phase", "to go")
-    folder = Workspace(root).root / "jobs"
-    for directory in sorted(folder.iterdir()) if folder.is_dir() else []:
+    for directory in Workspace(root).jobs():
         job = Job(directory)
         status = job.status()
         counted = f"{status.done:,} of {status.total:,} {status.unit}" if status else ""

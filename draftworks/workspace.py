@@ -43,6 +43,10 @@ class Workspace:
     def job(self, stage: str, identity: str) -> Path:
         return self.root / "jobs" / f"{stage}-{identity}"
 
+    def jobs(self) -> list[Path]:
+        """The directories of all jobs that were ever started."""
+        return sorted((self.root / "jobs").glob("*"))
+
     def report(self, identity: str) -> Path:
         return self.root / "reports" / f"report-{identity}"
 

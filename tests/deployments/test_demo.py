@@ -24,7 +24,7 @@ from draftworks.supervision.job import Job
 from draftworks.workspace import Workspace
 
 PIPELINES = {f"pipeline/{name}" for name in (DEMO, "kimi-k2.5", "weekly-retrain")}
-HOSTS = {f"{name}/host" for name in ("check", *STAGES, "report")}
+HOSTS = {f"{name}/host" for name in ("check", "prepare", *STAGES, "report")}
 PATIENCE = 120.0
 
 
@@ -133,8 +133,8 @@ def home(config: PipelineConfig, tmp_path: Path) -> Iterator[Home]:
     home = Home(tmp_path / "home", config)
     yield home
     Stack(home.path).down()
-    for name in STAGES:
-        home.job(name).end(grace=5)
+    for directory in home.workspace.jobs():
+        Job(directory).end(grace=5)
 
 
 @pytest.fixture
