@@ -9,6 +9,7 @@ from tasks.host_runs import Ordered, cancel_host_runs, complete, run_on_host
 from tasks.reports import link_report
 
 A_DAY = 24 * 3600
+POLL_SECONDS = 5
 
 
 @flow(name="pipeline", flow_run_name="{config.name}", on_cancellation=[cancel_host_runs])
@@ -28,7 +29,7 @@ def pipeline(config: PipelineConfig, dry_run: bool = False, approve: bool = Fals
     if dry_run:
         return
     if approve:
-        pause_flow_run(timeout=A_DAY)
+        pause_flow_run(timeout=A_DAY, poll_interval=POLL_SECONDS)
     samples = Ordered("generate", config)
     vocabulary = Ordered("vocab", config, beside=[samples])
     states = Ordered("extract", config, beside=[samples])

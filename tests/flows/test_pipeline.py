@@ -237,3 +237,26 @@ def test_what_waits_for_a_failed_stage_is_cancelled_and_what_works_goes_on(
     assert "evaluate" not in host.started
     with get_client(sync_client=True) as client:
         assert client.read_flow_run(works["extract"].id).state.is_completed()
+
+
+def test_a_person_can_approve_the_plan_before_the_work(
+    host: Host, tiny_config: PipelineConfig, ear: Any
+) -> None:
+    context = copy_context()
+    ended: list[State[Any]] = []
+    run = threading.Thread(
+        target=context.run,
+        args=[lambda: ended.append(pipeline(tiny_config, approve=True, return_state=True))],
+    )
+    run.start()
+    ear.wait_for("Pausing flow")
+    assert host.started == ["check"]
+    paused = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PAUSED]))
+    with get_client(sync_client=True) as client:
+        waiting = client.read_flow_runs(flow_run_filter=FlowRunFilter(state=paused))
+        while not waiting:
+            waiting = client.read_flow_runs(flow_run_filter=FlowRunFilter(state=paused))
+        client.request("POST", "/flow_runs/{id}/resume", path_params={"id": waiting[0].id})
+    run.join(60)
+    assert ended[0].is_completed()
+    assert host.started[-1] == "report"

@@ -10,11 +10,12 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled
 
 from draftworks.config import PipelineConfig
+from draftworks.records.manifest import rewrite_manifest
 from draftworks.stages import STAGES
 from draftworks.supervision.job import Job, State
 from flows import host
 from tasks.jobs import stop_job
-from tasks.places import stage_of, workspace_of
+from tasks.places import experiment, stage_of, workspace_of
 
 FLOWS: dict[str, Flow[[PipelineConfig], None]] = {name: getattr(host, name) for name in STAGES}
 
@@ -89,3 +90,48 @@ def test_cancelling_a_run_whose_job_is_gone_does_nothing(tiny_config: PipelineCo
     run = FlowRun(flow_id=uuid4(), parameters={"config": tiny_config.model_dump(mode="json")})
     stop_job(FLOWS["generate"], run, Cancelled())
     assert not list(workspace_of(tiny_config).root.glob("jobs/*"))
+
+
+def test_an_experiment_trains_on_the_part_that_is_there(
+    finished: PipelineConfig, ear: Any, job_of: Callable[[str, PipelineConfig], Job]
+) -> None:
+    """Half of the hidden states, by name; the pipeline itself is not touched."""
+    states: Any = stage_of("extract", finished)
+    kept = sorted(states.store.ids())[:12]
+    rewrite_manifest(states.store.manifest, lambda row: row["id"] in kept)
+    before = files(finished)
+    config = finished.model_copy(
+        update={
+            "allow_partial": "half",
+            "jobs": finished.jobs.model_copy(update={"prepare": False}),
+        }
+    )
+    for name in ("generate", "extract", "vocab", "train"):
+        FLOWS[name](config)
+    assert ear.heard("generate is there already; nothing to do")
+    assert ear.heard("extract is there already; nothing to do")
+    inside = experiment(config)
+    record = stage_of("train", inside).record()
+    assert record["training_samples"] + record["validation_samples"] == 12
+    assert job_of("train", inside).state() is State.FINISHED
+    assert files(finished) == before
+
+
+def test_a_damaged_sample_is_set_aside_and_made_again_by_itself(
+    finished: PipelineConfig, ear: Any, job_of: Callable[[str, PipelineConfig], Job]
+) -> None:
+    """One bit of one file flipped: the extract flow mends just that."""
+    states: Any = stage_of("extract", finished)
+    name = min(states.store.ids())
+    path = states.store.path(name)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    before = files(finished)
+    jobs = finished.jobs.model_copy(update={"prepare": False})
+    FLOWS["extract"](finished.model_copy(update={"jobs": jobs}))
+    assert path.read_bytes() == content
+    assert stage_of("extract", finished).verify().complete
+    changed = {file for file, time in files(finished).items() if before.get(file) != time}
+    kept = [file for file in changed if file.suffix == ".safetensors" and file != path]
+    assert [file.parent.name for file in kept] in ([], ["quarantine"])
+    assert name in (states.directory / "quarantine.jsonl").read_text()
