@@ -8,6 +8,7 @@ variant computes the same loss and gradients (or the same and more) as the step 
 import argparse
 import ctypes
 import gc
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--document", type=int, default=160, help="tokens per document")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--alone", action="store_true", help="the step only, and its memory")
     options = parser.parse_args()
     vocabulary = DraftVocabulary(torch.arange(options.vocabulary), TARGET_VOCABULARY)
     drafter, head = build(options.vocabulary)
@@ -174,12 +176,15 @@ def main() -> None:
     }
     for name, value in SETTINGS:
         ctypes.CDLL(None).mallopt(name, value)
+    if options.alone:
+        ways = {"the step": ways["the step"]}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.rounds + 2):
         for name, (undone, work) in ways.items():
             with undone():
                 times[name].append(seconds(work))
             gc.collect()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     best = {name: min(taken[2:]) for name, taken in times.items()}
     ours, top = best["the step"], peak()
     share = operations(pack, options.vocabulary) / ours / 1e12 / top
@@ -193,6 +198,8 @@ def main() -> None:
         ],
     )
     print(f"bf16 product {top:.2f} TFLOP/s; the step's own products at {share:.0%} of it")
+    if options.alone:
+        print(f"peak memory {memory:.2f} GB")
 
 
 def operations(pack: Pack, vocabulary: int) -> float:

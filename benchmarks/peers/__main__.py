@@ -35,13 +35,17 @@ from draftworks.training.packing import epoch_packs, load_pack
 from draftworks.workspace import Workspace
 
 TORCH = f"torch=={torch.__version__.partition('+')[0]}"
-# SpecForge pins an inference server that training offline does not need, so it is installed without
-# what it asks for and the rest is named here.
+# pip's commands for each environment. The vision and audio packages are built for GPUs and break
+# transformers beside a CPU build of torch. SpecForge pins an inference server that training on
+# stored states does not need: it is installed without what it asks for, the rest is named here.
 PEERS = {
-    "speculators": [[TORCH, "speculators==0.9.0"]],
+    "speculators": [
+        ["install", TORCH, "speculators==0.9.0"],
+        ["uninstall", "--yes", "torchvision", "torchaudio"],
+    ],
     "specforge": [
-        [TORCH, "transformers==5.8.1", "datasets", "accelerate", "pydantic", "psutil", "wandb"],
-        ["--no-deps", "specforge==0.2.0", "yunchang"],
+        ["install", TORCH, "transformers==5.8.1", "datasets", "accelerate", "pydantic", "psutil"],
+        ["install", "--no-deps", "specforge==0.2.0", "yunchang"],
     ],
 }
 SCRIPTS = Path(__file__).parent
@@ -142,8 +146,8 @@ def environment(name: str, options: argparse.Namespace) -> Path:
     python = folder / "bin" / "python"
     if not (folder / "installed").is_file():
         venv.create(folder, with_pip=True, clear=True)
-        for packages in PEERS[name]:
-            subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        for arguments in PEERS[name]:
+            subprocess.run([python, "-m", "pip", *arguments, "--quiet"], check=True)
         (folder / "installed").touch()
     return python
 

@@ -9,7 +9,9 @@ import json
 import resource
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -50,10 +52,13 @@ class Exchange:
             marks.append(time.time())
             if number % 10 == 0:
                 print(f"{name}: step {number}, {marks[-1] - started:.0f} s", flush=True)
-        # The first steps warm caches up or compile; speed is that of the rest.
-        warm = min(5, len(tokens) // 2)
+        rates = [
+            count / (end - begin)
+            for count, (begin, end) in zip(tokens, pairwise(marks), strict=True)
+        ]
         report = {
-            "tokens_per_second": sum(tokens[warm:]) / (marks[-1] - marks[warm]),
+            # Of the middle step: the first ones compile, and others may use the machine at times.
+            "tokens_per_second": median(rates),
             "first_step_seconds": marks[1] - started,
             "total_seconds": marks[-1] - started,
             "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,

@@ -1,9 +1,10 @@
 """speculators 0.9.0's EAGLE-3 model, loss and optimizer on the folder of a comparison.
 
 Changed for a CPU without its data files: the trainer's loop body is repeated here because the
-package's sends its model to a GPU by number; attention is its dense `eager` way, since flex
-attention has no backward pass on CPUs; its loss is its `eager` implementation, since the fused
-one is written in Triton; the verifier's norm is skipped, since our states are normed already.
+package's sends its model to a GPU by number; attention is its `sdpa` way under a dense mask, the
+fastest of its ways that run here (flex attention has no backward pass on CPUs); its loss is its
+`eager` implementation, since the fused one is written in Triton; the verifier's norm is skipped,
+since our states are normed already.
 """
 
 import sys
@@ -29,7 +30,7 @@ def main() -> None:
     settings, start = exchange.settings, exchange.start
     shape = settings["shape"]
     layer = LlamaConfig(**settings["layer"])
-    layer._attn_implementation = "eager"
+    layer._attn_implementation = "sdpa"
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=shape["draft_vocab_size"],
