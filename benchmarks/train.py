@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import show
+from draftworks.config import TrainConfig
 from draftworks.eagle3 import attention
 from draftworks.eagle3.attention import Span, query_rows, whole
 from draftworks.eagle3.drafter import Attend, Drafter, DrafterShape
@@ -26,6 +27,7 @@ from draftworks.eagle3.loss import DraftLoss, Teacher, draft_loss
 from draftworks.eagle3.vocabulary import DraftVocabulary
 from draftworks.training import step as training_step
 from draftworks.training.memory import MMAP_THRESHOLD, SETTINGS, TOP_PAD, TRIM_THRESHOLD
+from draftworks.training.optimizer import optimizers
 from draftworks.training.packing import Pack
 from draftworks.training.step import learned_rows, pack_loss
 
@@ -126,6 +128,7 @@ def main() -> None:
     drafter, head = build(options.vocabulary)
     compiled, _ = build(options.vocabulary)
     compiled.compile_steps()
+    updates = {of: optimizers(of, TrainConfig(learning_rate=1e-6)) for of in (drafter, compiled)}
     pack = random_pack(options.pack, options.document, options.vocabulary)
     full = torch.randn(TARGET_VOCABULARY, HIDDEN).bfloat16()
 
@@ -137,7 +140,10 @@ def main() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             outcome = pack_loss(of, head, vocabulary, pack, normaliser, 0.8)
         outcome.loss.backward()
-        of.zero_grad()
+        torch.nn.utils.clip_grad_norm_(of.parameters(), 1.0)
+        for optimizer in updates[of]:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def exact() -> None:
         drafter.embeddings = drafter.embeddings.float()
@@ -190,7 +196,7 @@ def main() -> None:
     share = operations(pack, options.vocabulary) / ours / 1e12 / top
     rows = len(pack.tokens)
     show(
-        f"Forward and backward, pack of {rows:,} tokens, K = {STEPS}, best of {options.rounds}",
+        f"Optimizer step, pack of {rows:,} tokens, K = {STEPS}, best of {options.rounds}",
         ["", "ms", "tokens/s", "time"],
         [
             [name, f"{taken * 1000:,.0f}", f"{rows / taken:,.0f}", f"{taken / ours:.2f}"]

@@ -117,12 +117,13 @@ def prepare(config: PipelineConfig, steps: int) -> tuple[Trainer, Path]:
         lengths = torch.tensor(pack.lengths)
         save_file(tensors | {"lengths": lengths}, folder / f"step-{number}.safetensors")
     target = {
-        "target.embeddings": embeddings.clone(),
-        "target.head": head.clone(),
-        "target.t2d": vocabulary.t2d,
-        "target.d2t": vocabulary.d2t,
+        "embeddings": embeddings.to(torch.bfloat16, copy=True),
+        "head": head.to(torch.bfloat16, copy=True),
+        "t2d": vocabulary.t2d,
+        "d2t": vocabulary.d2t,
     }
-    save_file(dict(drafter.state_dict()) | target, folder / "start.safetensors")
+    save_file(target, folder / "target.safetensors")
+    save_file(drafter.state_dict(), folder / "start.safetensors")
     settings: dict[str, Any] = {
         "steps": steps,
         "draft_steps": chosen.ttt_steps,

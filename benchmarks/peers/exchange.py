@@ -1,8 +1,9 @@
 """What the three trainers of the comparison share: the same data in, the same report out.
 
 Runs in each trainer's own environment, so it needs torch and safetensors alone. A folder holds
-`settings.json`, `start.safetensors` (the drafter's first weights by our names, and the target's
-embeddings, head and norm), and one file per optimizer step with its samples end to end.
+`settings.json`, `start.safetensors` (the drafter's first weights by our names),
+`target.safetensors` (its embeddings and head, and the draft vocabulary), and one file per optimizer
+step with its samples end to end.
 """
 
 import json
@@ -28,7 +29,6 @@ class Exchange:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.settings: dict[str, Any] = json.loads((folder / "settings.json").read_text())
-        self.start = load_file(folder / "start.safetensors")
 
     def samples(self, step: int) -> list[Sample]:
         """The samples of an optimizer step, which counts from 0."""
@@ -39,7 +39,11 @@ class Exchange:
 
     def weights(self) -> dict[str, Tensor]:
         """The drafter's first weights."""
-        return {name: w for name, w in self.start.items() if not name.startswith("target.")}
+        return load_file(self.folder / "start.safetensors")
+
+    def target(self) -> dict[str, Tensor]:
+        """embeddings and head [V, H] in bfloat16, d2t and t2d."""
+        return load_file(self.folder / "target.safetensors")
 
     def run(
         self, name: str, started: float, step: Callable[[int], int], weights: Callable[[], Any]

@@ -27,7 +27,7 @@ def main() -> None:
     from transformers import LlamaConfig
 
     exchange = Exchange(Path(sys.argv[1]))
-    settings, start = exchange.settings, exchange.start
+    settings, target = exchange.settings, exchange.target()
     shape = settings["shape"]
     layer = LlamaConfig(**settings["layer"])
     layer._attn_implementation = "sdpa"
@@ -37,14 +37,14 @@ def main() -> None:
         norm_before_residual=False,
     )
     model = Eagle3DraftModel(config)
-    model.load_vocab_mappings(start["target.t2d"], start["target.d2t"])
+    model.load_vocab_mappings(target["t2d"], target["d2t"])
     ours = {
         name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name: tensor
         for name, tensor in exchange.weights().items()
     }
     frozen = {
-        "embed_tokens.weight": start["target.embeddings"],
-        "verifier_lm_head.weight": start["target.head"][start["target.t2d"]],
+        "embed_tokens.weight": target["embeddings"],
+        "verifier_lm_head.weight": target["head"][target["t2d"]],
     }
     missing, unknown = model.load_state_dict(ours | frozen, strict=False)
     assert not unknown, unknown

@@ -20,7 +20,7 @@ from draftworks.config import Loss
 
 # Numbers in the logits that exist at one time: enough to fill the processor, the same for every
 # vocabulary.
-LOGITS = {"cpu": 2**23, "cuda": 2**26}
+LOGITS = {"cpu": 2**22, "cuda": 2**26}
 
 # One chunk's draft log-probabilities and teacher probabilities, [K, m, N] and [m, N] -> the loss
 # of each row [K, m] and its slope by the logits [K, m, N]. A rule may overwrite the former.
