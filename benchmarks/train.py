@@ -8,6 +8,7 @@ variant computes the same loss and gradients (or the same and more) as the step 
 import argparse
 import ctypes
 import gc
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import show
+from draftworks.config import TrainConfig
 from draftworks.eagle3 import attention
 from draftworks.eagle3.attention import Span, query_rows, whole
 from draftworks.eagle3.drafter import Attend, Drafter, DrafterShape
@@ -25,6 +27,7 @@ from draftworks.eagle3.loss import DraftLoss, Teacher, draft_loss
 from draftworks.eagle3.vocabulary import DraftVocabulary
 from draftworks.training import step as training_step
 from draftworks.training.memory import MMAP_THRESHOLD, SETTINGS, TOP_PAD, TRIM_THRESHOLD
+from draftworks.training.optimizer import optimizers
 from draftworks.training.packing import Pack
 from draftworks.training.step import learned_rows, pack_loss
 
@@ -119,11 +122,13 @@ def main() -> None:
     parser.add_argument("--document", type=int, default=160, help="tokens per document")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--alone", action="store_true", help="the step only, and its memory")
     options = parser.parse_args()
     vocabulary = DraftVocabulary(torch.arange(options.vocabulary), TARGET_VOCABULARY)
     drafter, head = build(options.vocabulary)
     compiled, _ = build(options.vocabulary)
     compiled.compile_steps()
+    updates = {of: optimizers(of, TrainConfig(learning_rate=1e-6)) for of in (drafter, compiled)}
     pack = random_pack(options.pack, options.document, options.vocabulary)
     full = torch.randn(TARGET_VOCABULARY, HIDDEN).bfloat16()
 
@@ -135,7 +140,10 @@ def main() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             outcome = pack_loss(of, head, vocabulary, pack, normaliser, 0.8)
         outcome.loss.backward()
-        of.zero_grad()
+        torch.nn.utils.clip_grad_norm_(of.parameters(), 1.0)
+        for optimizer in updates[of]:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def exact() -> None:
         drafter.embeddings = drafter.embeddings.float()
@@ -174,18 +182,21 @@ def main() -> None:
     }
     for name, value in SETTINGS:
         ctypes.CDLL(None).mallopt(name, value)
+    if options.alone:
+        ways = {"the step": ways["the step"]}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.rounds + 2):
         for name, (undone, work) in ways.items():
             with undone():
                 times[name].append(seconds(work))
             gc.collect()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     best = {name: min(taken[2:]) for name, taken in times.items()}
     ours, top = best["the step"], peak()
     share = operations(pack, options.vocabulary) / ours / 1e12 / top
     rows = len(pack.tokens)
     show(
-        f"Forward and backward, pack of {rows:,} tokens, K = {STEPS}, best of {options.rounds}",
+        f"Optimizer step, pack of {rows:,} tokens, K = {STEPS}, best of {options.rounds}",
         ["", "ms", "tokens/s", "time"],
         [
             [name, f"{taken * 1000:,.0f}", f"{rows / taken:,.0f}", f"{taken / ours:.2f}"]
@@ -193,6 +204,8 @@ def main() -> None:
         ],
     )
     print(f"bf16 product {top:.2f} TFLOP/s; the step's own products at {share:.0%} of it")
+    if options.alone:
+        print(f"peak memory {memory:.2f} GB")
 
 
 def operations(pack: Pack, vocabulary: int) -> float:

@@ -136,6 +136,7 @@ OPERATIONAL = {
     "generate.endpoint.attempts": 7,
     "extract.batch_tokens": 7,
     "extract.server.reasons": {"--flag": "why"},
+    "train.compile": True,
     "train.validate_every": 7,
     "train.checkpoint_every": 7,
     "train.keep_checkpoints": 7,

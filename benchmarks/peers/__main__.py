@@ -35,13 +35,17 @@ from draftworks.training.packing import epoch_packs, load_pack
 from draftworks.workspace import Workspace
 
 TORCH = f"torch=={torch.__version__.partition('+')[0]}"
-# SpecForge pins an inference server that training offline does not need, so it is installed without
-# what it asks for and the rest is named here.
+# pip's commands for each environment. The vision and audio packages are built for GPUs and break
+# transformers beside a CPU build of torch. SpecForge pins an inference server that training on
+# stored states does not need: it is installed without what it asks for, the rest is named here.
 PEERS = {
-    "speculators": [[TORCH, "speculators==0.9.0"]],
+    "speculators": [
+        ["install", TORCH, "speculators==0.9.0"],
+        ["uninstall", "--yes", "torchvision", "torchaudio"],
+    ],
     "specforge": [
-        [TORCH, "transformers==5.8.1", "datasets", "accelerate", "pydantic", "psutil", "wandb"],
-        ["--no-deps", "specforge==0.2.0", "yunchang"],
+        ["install", TORCH, "transformers==5.8.1", "datasets", "accelerate", "pydantic", "psutil"],
+        ["install", "--no-deps", "specforge==0.2.0", "yunchang"],
     ],
 }
 SCRIPTS = Path(__file__).parent
@@ -113,12 +117,13 @@ def prepare(config: PipelineConfig, steps: int) -> tuple[Trainer, Path]:
         lengths = torch.tensor(pack.lengths)
         save_file(tensors | {"lengths": lengths}, folder / f"step-{number}.safetensors")
     target = {
-        "target.embeddings": embeddings.clone(),
-        "target.head": head.clone(),
-        "target.t2d": vocabulary.t2d,
-        "target.d2t": vocabulary.d2t,
+        "embeddings": embeddings.to(torch.bfloat16, copy=True),
+        "head": head.to(torch.bfloat16, copy=True),
+        "t2d": vocabulary.t2d,
+        "d2t": vocabulary.d2t,
     }
-    save_file(dict(drafter.state_dict()) | target, folder / "start.safetensors")
+    save_file(target, folder / "target.safetensors")
+    save_file(drafter.state_dict(), folder / "start.safetensors")
     settings: dict[str, Any] = {
         "steps": steps,
         "draft_steps": chosen.ttt_steps,
@@ -142,8 +147,8 @@ def environment(name: str, options: argparse.Namespace) -> Path:
     python = folder / "bin" / "python"
     if not (folder / "installed").is_file():
         venv.create(folder, with_pip=True, clear=True)
-        for packages in PEERS[name]:
-            subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        for arguments in PEERS[name]:
+            subprocess.run([python, "-m", "pip", *arguments, "--quiet"], check=True)
         (folder / "installed").touch()
     return python
 

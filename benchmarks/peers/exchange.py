@@ -1,15 +1,18 @@
 """What the three trainers of the comparison share: the same data in, the same report out.
 
 Runs in each trainer's own environment, so it needs torch and safetensors alone. A folder holds
-`settings.json`, `start.safetensors` (the drafter's first weights by our names, and the target's
-embeddings, head and norm), and one file per optimizer step with its samples end to end.
+`settings.json`, `start.safetensors` (the drafter's first weights by our names),
+`target.safetensors` (its embeddings and head, and the draft vocabulary), and one file per optimizer
+step with its samples end to end.
 """
 
 import json
 import resource
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +29,6 @@ class Exchange:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.settings: dict[str, Any] = json.loads((folder / "settings.json").read_text())
-        self.start = load_file(folder / "start.safetensors")
 
     def samples(self, step: int) -> list[Sample]:
         """The samples of an optimizer step, which counts from 0."""
@@ -37,7 +39,11 @@ class Exchange:
 
     def weights(self) -> dict[str, Tensor]:
         """The drafter's first weights."""
-        return {name: w for name, w in self.start.items() if not name.startswith("target.")}
+        return load_file(self.folder / "start.safetensors")
+
+    def target(self) -> dict[str, Tensor]:
+        """embeddings and head [V, H] in bfloat16, d2t and t2d."""
+        return load_file(self.folder / "target.safetensors")
 
     def run(
         self, name: str, started: float, step: Callable[[int], int], weights: Callable[[], Any]
@@ -50,10 +56,13 @@ class Exchange:
             marks.append(time.time())
             if number % 10 == 0:
                 print(f"{name}: step {number}, {marks[-1] - started:.0f} s", flush=True)
-        # The first steps warm caches up or compile; speed is that of the rest.
-        warm = min(5, len(tokens) // 2)
+        rates = [
+            count / (end - begin)
+            for count, (begin, end) in zip(tokens, pairwise(marks), strict=True)
+        ]
         report = {
-            "tokens_per_second": sum(tokens[warm:]) / (marks[-1] - marks[warm]),
+            # Of the middle step: the first ones compile, and others may use the machine at times.
+            "tokens_per_second": median(rates),
             "first_step_seconds": marks[1] - started,
             "total_seconds": marks[-1] - started,
             "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,

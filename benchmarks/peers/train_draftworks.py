@@ -21,11 +21,11 @@ def main() -> None:
 
     keep_freed_memory()
     exchange = Exchange(Path(sys.argv[1]))
-    settings, start = exchange.settings, exchange.start
-    vocabulary = DraftVocabulary.from_offsets(start["target.d2t"], start["target.t2d"])
-    drafter = Drafter(DrafterShape(**settings["shape"]), start["target.embeddings"].bfloat16())
+    settings, target = exchange.settings, exchange.target()
+    vocabulary = DraftVocabulary.from_offsets(target["d2t"], target["t2d"])
+    drafter = Drafter(DrafterShape(**settings["shape"]), target["embeddings"].bfloat16())
     drafter.load_state_dict(exchange.weights())
-    head = start["target.head"][vocabulary.used].bfloat16()
+    head = target["head"][vocabulary.used].bfloat16()
     config = TrainConfig(optimizer="adamw", beta2=settings["beta2"])
     updates = optimizers(drafter, config)
 

@@ -42,7 +42,7 @@ def main() -> None:
     from transformers import LlamaConfig
 
     exchange = Exchange(Path(sys.argv[1]))
-    settings, start = exchange.settings, exchange.start
+    settings, target = exchange.settings, exchange.target()
     config = LlamaConfig(
         **settings["layer"], draft_vocab_size=settings["shape"]["draft_vocab_size"]
     )
@@ -53,9 +53,9 @@ def main() -> None:
         for name, tensor in exchange.weights().items()
     }
     frozen = {
-        "embed_tokens.weight": start["target.embeddings"],
-        "t2d": start["target.t2d"],
-        "d2t": start["target.d2t"],
+        "embed_tokens.weight": target["embeddings"],
+        "t2d": target["t2d"],
+        "d2t": target["d2t"],
     }
     missing, unknown = draft.load_state_dict(ours | frozen, strict=False)
     assert not missing, missing
@@ -64,8 +64,8 @@ def main() -> None:
     draft.embed_tokens.weight.requires_grad_(False)
     head = TargetHead.__new__(TargetHead)
     torch.nn.Module.__init__(head)
-    head.fc = torch.nn.Linear(*reversed(start["target.head"].shape), bias=False)
-    head.fc.weight = torch.nn.Parameter(start["target.head"].bfloat16(), requires_grad=False)
+    head.fc = torch.nn.Linear(*reversed(target["head"].shape), bias=False)
+    head.fc.weight = torch.nn.Parameter(target["head"].bfloat16(), requires_grad=False)
     model = OnlineEagle3Model(draft, length=settings["draft_steps"], attention_backend="sdpa")
     strategy = Eagle3TrainStrategy(
         model, target_head=head, ploss_decay=settings["step_decay"], compact_teacher=True

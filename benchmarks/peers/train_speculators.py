@@ -1,9 +1,10 @@
 """speculators 0.9.0's EAGLE-3 model, loss and optimizer on the folder of a comparison.
 
 Changed for a CPU without its data files: the trainer's loop body is repeated here because the
-package's sends its model to a GPU by number; attention is its dense `eager` way, since flex
-attention has no backward pass on CPUs; its loss is its `eager` implementation, since the fused
-one is written in Triton; the verifier's norm is skipped, since our states are normed already.
+package's sends its model to a GPU by number; attention is its `sdpa` way under a dense mask, the
+fastest of its ways that run here (flex attention has no backward pass on CPUs); its loss is its
+`eager` implementation, since the fused one is written in Triton; the verifier's norm is skipped,
+since our states are normed already.
 """
 
 import sys
@@ -26,24 +27,24 @@ def main() -> None:
     from transformers import LlamaConfig
 
     exchange = Exchange(Path(sys.argv[1]))
-    settings, start = exchange.settings, exchange.start
+    settings, target = exchange.settings, exchange.target()
     shape = settings["shape"]
     layer = LlamaConfig(**settings["layer"])
-    layer._attn_implementation = "eager"
+    layer._attn_implementation = "sdpa"
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=shape["draft_vocab_size"],
         norm_before_residual=False,
     )
     model = Eagle3DraftModel(config)
-    model.load_vocab_mappings(start["target.t2d"], start["target.d2t"])
+    model.load_vocab_mappings(target["t2d"], target["d2t"])
     ours = {
         name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name: tensor
         for name, tensor in exchange.weights().items()
     }
     frozen = {
-        "embed_tokens.weight": start["target.embeddings"],
-        "verifier_lm_head.weight": start["target.head"][start["target.t2d"]],
+        "embed_tokens.weight": target["embeddings"],
+        "verifier_lm_head.weight": target["head"][target["t2d"]],
     }
     missing, unknown = model.load_state_dict(ours | frozen, strict=False)
     assert not unknown, unknown

@@ -8,6 +8,7 @@ lengths, because scores exist nowhere but inside the fused kernels.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ def query_rows(spans: Sequence[Span]) -> Tensor:
 
 def packed_attend(spans: Sequence[Span], device: torch.device) -> Attend:
     """Attention for the draft steps of one pack, called once for each."""
-    return PackedAttend(spans) if device.type == "cpu" else FlexAttend(spans, device)
+    fused = device.type == "cpu" or not spans
+    return PackedAttend(spans) if fused else FlexAttend(spans, device, _compiled_flex())
 
 
 class PackedAttend:
@@ -68,9 +70,9 @@ class FlexAttend:
     """All documents in one call of flex attention, which skips the blocks that no query sees."""
 
     def __init__(
-        self, spans: Sequence[Span], device: torch.device, *, compiled: bool = True
+        self, spans: Sequence[Span], device: torch.device, flex: Callable[..., Any]
     ) -> None:
-        self.flex = torch.compile(flex_attention) if compiled else flex_attention
+        self.flex = flex
         self.visible = document_mask(spans, device)
         self.mask: Any = None
         self.states: list[Tensor] = []
@@ -87,11 +89,16 @@ class FlexAttend:
             values[None],
             block_mask=self.mask,
             enable_gqa=True,
-            return_aux=AuxRequest(lse=True),  # type: ignore[arg-type]
+            return_aux=AuxRequest(lse=True),
         )
         groups = len(query) // len(context)
         own = [states.repeat_interleave(groups, 0) for states in own]
         return add_keys(mixed[0], extra.lse[0], query, own)[0]
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
 
 
 def document_mask(spans: Sequence[Span], device: torch.device) -> Callable[..., Tensor]:

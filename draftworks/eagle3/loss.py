@@ -20,7 +20,7 @@ from draftworks.config import Loss
 
 # Numbers in the logits that exist at one time: enough to fill the processor, the same for every
 # vocabulary.
-LOGITS = {"cpu": 2**23, "cuda": 2**26}
+LOGITS = {"cpu": 2**22, "cuda": 2**26}
 
 # One chunk's draft log-probabilities and teacher probabilities, [K, m, N] and [m, N] -> the loss
 # of each row [K, m] and its slope by the logits [K, m, N]. A rule may overwrite the former.
@@ -156,7 +156,7 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk = max(1, LOGITS[student.device.type] // (steps * len(head)))
         for start in range(0, rows.shape[1], chunk):
             part = slice(start, start + chunk)
-            picked, weight = rows[:, part].flatten(), weights[:, part].flatten()
+            picked, weight = rows[:, part].flatten(), weights[:, part].flatten().to(wide)
             # A row of weight zero may hold anything, so it is left out rather than multiplied.
             absent = (weight == 0)[:, None]
             unused = (weights[:, part] == 0).all(0)[:, None]
@@ -169,11 +169,10 @@ class _ChunkedLoss(torch.autograd.Function):
             value, slope = rows_of(RULES[loss], logits.unflatten(0, (steps, -1)), p)
             total += (value.flatten() * weight).sum()
             slope = slope.flatten(0, 1)
-            scaled = weight[:, None].to(student.dtype)
             if to_student is not None:
-                to_student.index_add_(0, picked, (slope @ columns).mul_(scaled))
+                to_student.index_add_(0, picked, (slope @ columns).mul_(weight[:, None]))
             if to_head is not None:
-                to_head += slope.T @ inputs.mul_(scaled)
+                to_head += slope.T @ inputs.mul_(weight[:, None])
         ctx.save_for_backward(to_student, to_head)
         ctx.steps_and_rows = (steps, queries)
         return total, guesses

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from draftworks.eagle3.attention import (
     FlexAttend,
@@ -83,7 +84,7 @@ def test_outputs_and_gradients_equal_the_dense_computation(spans: list[Span]) ->
 def test_flex_attention_gives_the_same_outputs(spans: list[Span]) -> None:
     """Its backward pass exists on GPUs only."""
     steps = make(spans)
-    attend = FlexAttend(spans, torch.device("cpu"), compiled=False)
+    attend = FlexAttend(spans, torch.device("cpu"), flex_attention)
     for step, want in zip(steps, plain(spans, steps), strict=True):
         found = attend(*(states.detach() for states in step))
         torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)

@@ -263,3 +263,13 @@ def test_bfloat16_computes_the_same_loss_within_its_precision() -> None:
             rounded_gradients[name].double().flatten(), gradient.flatten(), dim=0
         )
         assert similarity > 0.99, name
+
+
+def test_a_compiled_drafter_computes_the_same() -> None:
+    documents = toys.documents(*MIXED.sketches)
+    drafter = toys.drafter()
+    [plain], gradients = step(drafter, [toys.pack(documents)], MIXED.steps)
+    drafter.compile_steps()
+    [fused], others = step(drafter, [toys.pack(documents)], MIXED.steps)
+    assert fused.loss.item() == pytest.approx(plain.loss.item(), rel=PRECISION)
+    assert_same_gradients(others, gradients)
