@@ -89,8 +89,12 @@ def _show(verdict: "Verdict", sentence: str, *, opens: bool) -> None:
     create_table_artifact(
         key=f"gate-{verdict.stage}",
         table=[
-            {"found": "gate", "count": "open" if opens else "shut", "which": verdict.checked},
-            {"found": verdict.unit, "count": counted, "which": verdict.digest},
+            {
+                "found": "gate",
+                "count": "open" if opens else "shut",
+                "which": f"checked: {verdict.checked}",
+            },
+            {"found": verdict.unit, "count": counted, "which": f"digest {verdict.digest}"},
             *verdict.rows(),
         ],
         description=sentence,

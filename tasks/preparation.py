@@ -85,6 +85,7 @@ def show_check(item: "Check") -> str:
     """One check as a task of its own: what was found, or what is wrong and what to do."""
     if not item.passed:
         raise DraftworksError(item.detail)
+    get_run_logger().info("%s: %s", item.name, item.detail)
     return item.detail
 
 
