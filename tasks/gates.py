@@ -1,12 +1,15 @@
 """Gates: a stage may start when the files say that its inputs are complete. Never cached."""
 
+import json
 import platform
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
+from uuid import UUID
 
-from prefect import get_run_logger, task
+from prefect import get_client, get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.actions import ArtifactUpdate
 
 from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = (0.5, 60.0)
 """Shortest and longest time between two looks of a gate that waits."""
-SHOW_SECONDS = 10.0
+SHOW_SECONDS = 30.0
 """Between two updates of what a waiting gate shows."""
 
 
@@ -42,7 +45,7 @@ def gate(name: str, config: PipelineConfig, *, wait: bool = False) -> str:
 
     stage = stage_of(name, config)
     job = Job(stage.job_directory)
-    seen, shown = Seen(), 0.0
+    seen, artifact, shown = Seen(), None, 0.0
     while True:
         started = time.monotonic()
         failure = job.exit().get("error") if job.state() is JobState.FAILED else None
@@ -51,7 +54,7 @@ def gate(name: str, config: PipelineConfig, *, wait: bool = False) -> str:
         sentence = _sentence(verdict, job, failure)
         if opens or time.monotonic() - shown > SHOW_SECONDS:
             shown = time.monotonic()
-            _show(verdict, sentence, opens=opens)
+            artifact = _show(artifact, verdict, sentence, opens=opens)
             if not opens and wait:
                 get_run_logger().info("waiting for %s", sentence)
         if opens:
@@ -84,18 +87,24 @@ def _sentence(verdict: "Verdict", job: Job, failure: str | None) -> str:
     return f"{verdict.sentence}{togo}, job running on {host}"
 
 
-def _show(verdict: "Verdict", sentence: str, *, opens: bool) -> None:
+def _show(artifact: UUID | None, verdict: "Verdict", sentence: str, *, opens: bool) -> UUID:
+    """Create the gate's table, or bring it up to date: a gate may wait for days."""
     counted = f"{verdict.done:,} of {verdict.expected:,}"
-    create_table_artifact(
-        key=f"gate-{verdict.stage}",
-        table=[
-            {
-                "found": "gate",
-                "count": "open" if opens else "shut",
-                "which": f"checked: {verdict.checked}",
-            },
-            {"found": verdict.unit, "count": counted, "which": f"digest {verdict.digest}"},
-            *verdict.rows(),
-        ],
-        description=sentence,
-    )
+    table = [
+        {
+            "found": "gate",
+            "count": "open" if opens else "shut",
+            "which": f"checked: {verdict.checked}",
+        },
+        {"found": verdict.unit, "count": counted, "which": f"digest {verdict.digest}"},
+        *verdict.rows(),
+    ]
+    if artifact is None:
+        created: Any = create_table_artifact(
+            table, key=f"gate-{verdict.stage}", description=sentence
+        )
+        return cast("UUID", created)
+    with get_client(sync_client=True) as client:
+        update = ArtifactUpdate(data=json.dumps(table), description=sentence)
+        client.update_artifact(artifact, update)
+    return artifact

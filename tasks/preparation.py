@@ -103,7 +103,8 @@ def warn(name: str, item: "Check", config: PipelineConfig) -> None:
     and the notification block of the config."""
     run = runtime.flow_run.root_flow_run_id
     text = f"{name} is not ready. {item.name}: {item.detail}"
-    again = f"prefect deployment run prepare/host --param name={name} --param config=..."
+    settings = preparation_of(name, config).job.directory / "config.json"
+    again = f"{config.jobs.python or 'python'} -m draftworks prepare {settings} {name}"
     get_run_logger().warning(text)
     emit_event(
         "draftworks.preparation.failed",
@@ -122,13 +123,17 @@ def warn(name: str, item: "Check", config: PipelineConfig) -> None:
                 key=f"not-ready-{name}",
                 type="markdown",
                 data=f"# {name} is not ready\n\n**{item.name}**: {item.detail}\n\n"
-                f"Mend it while the current stage goes on, then prepare it again:\n\n    {again}\n",
+                "Mend it while the current stage goes on, then prove it: run the deployment "
+                f"`prepare/host` for {name}, or on the host\n\n    {again}\n",
                 flow_run_id=UUID(run),
             )
         )
     if config.jobs.notify:
-        block: Any = Block.load(config.jobs.notify)
-        block.notify(text, subject=f"Draftworks: {config.name}")
+        try:
+            block: Any = Block.load(config.jobs.notify)
+            block.notify(text, subject=f"Draftworks: {config.name}")
+        except Exception as fault:  # whatever a block raises, the checks go on
+            get_run_logger().warning("block %s could not notify: %s", config.jobs.notify, fault)
 
 
 def show_checks(key: str, checks: "Sequence[tuple[str, Check]]") -> str:

@@ -40,7 +40,7 @@ class Preparation:
         self.file.unlink(missing_ok=True)
 
     def stale(self) -> list[str]:
-        """Why the stage cannot start on this record; empty when it can. Takes under a second."""
+        """Why the stage cannot start on this record; empty when it can. Takes a second or two."""
         record = self._record()
         if self.job.state() is not State.FINISHED or not record:
             return [f"{self.stage.name} has not been prepared"]

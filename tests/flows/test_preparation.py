@@ -177,7 +177,9 @@ def test_what_is_wrong_with_the_next_stage_is_told_while_this_one_runs(
         assert job_of("generate", served_config).alive()
         note = shown("not-ready-extract")
         assert "fast-kernels is not installed" in note.data
-        assert "prefect deployment run prepare/host" in note.data
+        assert (
+            f"-m draftworks prepare {preparation_of('extract', needy).job.directory}" in note.data
+        )
         assert note.flow_run_id is not None
         assert any("extract is not ready" in text for text in pager.texts)
         with get_client(sync_client=True) as client:
