@@ -8,7 +8,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ORCHESTRATION = {"flows", "tasks", "blocks", "deployments"}
-STAGES_AND_ABOVE = {"draftworks.stages", "draftworks.supervision", "draftworks.report"}
+STAGES_AND_ABOVE = {
+    "draftworks.stages",
+    "draftworks.supervision",
+    "draftworks.preparation",
+    "draftworks.report",
+}
 MACHINERY = {
     "draftworks.engines",
     "draftworks.hidden_states",
@@ -20,6 +25,8 @@ FORBIDDEN = {
     "tasks": {"flows", "deployments"},
     "blocks": {"flows", "tasks", "deployments"},
     "draftworks": {"prefect", *ORCHESTRATION},
+    "draftworks/stages": {"draftworks.supervision", "draftworks.preparation", "draftworks.report"},
+    "draftworks/preparation": {"draftworks.report"},
     "draftworks/engines": STAGES_AND_ABOVE,
     "draftworks/hidden_states": STAGES_AND_ABOVE,
     "draftworks/eagle3": STAGES_AND_ABOVE,

@@ -1,0 +1,1 @@
+"""EAGLE-3 (arXiv 2503.01840): the drafter's mathematics and its checkpoint formats."""

@@ -1,0 +1,1 @@
+"""What runs the target: the built-in reference engine, and clients of served engines."""

@@ -1,0 +1,1 @@
+"""Estimates: what remains, as a range."""

@@ -1,0 +1,1 @@
+"""Preparation: what can be proved about a stage while the one before it still runs."""

@@ -1,0 +1,66 @@
+"""The environment that a job runs in: versions of what its result may depend on."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+import draftworks
+from draftworks.errors import DraftworksError
+from draftworks.workspace import digest, file_digest
+
+PACKAGES = ("numpy", "pyarrow", "safetensors", "tokenizers", "torch", "transformers")
+
+
+def environment() -> dict[str, str]:
+    """Name -> version of this very process: Python, Draftworks (by the digest of its source), and
+    the packages that compute. Imports none of them, so it takes milliseconds."""
+    source = Path(draftworks.__file__).parent
+    files = sorted(source.rglob("*.py"))
+    revision = digest([(str(file.relative_to(source)), file_digest(file)) for file in files])
+    return {
+        "python": platform.python_version(),
+        "draftworks": f"{draftworks.__version__}+{revision}",
+        **{name: _version(name) or "absent" for name in PACKAGES},
+    }
+
+
+def require(versions: dict[str, str]) -> str:
+    """What was found. Raises DraftworksError naming every package outside its range.
+
+    versions: package -> range in the form of PEP 440, such as ">=2.10,<3".
+    """
+    found = environment()
+    wrong = []
+    for name, text in versions.items():
+        try:
+            wanted = SpecifierSet(text)
+        except InvalidSpecifier:
+            raise DraftworksError(f"jobs.requires: {name} {text!r} is no version range") from None
+        here = found.get(name) or _version(name)
+        if here is None or here == "absent":
+            wrong.append(f"{name} is not installed, {text} is required")
+        elif not wanted.contains(here.partition("+")[0], prereleases=True):
+            wrong.append(f"{name} is {here}, {text} is required")
+    if wrong:
+        raise DraftworksError(
+            f"{'; '.join(wrong)}. Install it there, or name another interpreter in `jobs.python`."
+        )
+    return ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "transformers"))
+
+
+def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """What differs between two environments, one phrase each."""
+    return [
+        f"{name} was {before.get(name, 'absent')}, is {now.get(name, 'absent')}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

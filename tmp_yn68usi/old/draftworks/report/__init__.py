@@ -1,0 +1,1 @@
+"""The final report: report.json and one page that needs nothing beside it."""

@@ -1,0 +1,1 @@
+"""Jobs that outlive whoever started them."""

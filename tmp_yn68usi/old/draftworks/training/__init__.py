@@ -1,0 +1,1 @@
+"""Training: packs of samples, the step, the loop, checkpoints."""
