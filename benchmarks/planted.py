@@ -1,8 +1,8 @@
 """How early a fault of the next stage is told: planted while extraction runs, found by preparing.
 
 The demo's extraction runs as its job; beside it the training is prepared again and again, each time
-with another fault. Without preparation each would show when extraction has ended; the time gained is
-from the moment the failed check was written until then.
+with another fault. Without preparation each would show when extraction has ended: the time gained
+is from the moment its failed check was written until then.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from draftworks.workspace import Workspace
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", default="smollm2-demo", help="recipe or config file")
-    parser.add_argument("--prompts", type=int, default=200, help="use only so many prompts")
+    parser.add_argument("--prompts", type=int, default=400, help="use only so many prompts")
     parser.add_argument("--new-tokens", type=int, default=48, help="longest answer")
     options = parser.parse_args()
     config = load(options.recipe)
@@ -59,12 +59,11 @@ def main() -> None:
         ended = extraction.history()[-1]["ended"]
     show(
         f"Faults of training, told while extraction runs ({options.prompts} samples)",
-        ["planted", "told after, s", "before extraction ended, s", "what it says"],
-        [
-            [name, f"{took:.1f}", f"{ended - told:.0f}", says]
-            for name, (took, told, says) in found.items()
-        ],
+        ["planted", "told after, s", "before extraction ended, s"],
+        [[name, f"{took:.1f}", f"{ended - told:.0f}"] for name, (took, told, _) in found.items()],
     )
+    for name, (_, _, words) in found.items():
+        print(f"{name}: {words}")
 
 
 def plants(config: PipelineConfig, place: Path) -> dict[str, tuple[PipelineConfig, dict[str, str]]]:
@@ -80,7 +79,7 @@ def plants(config: PipelineConfig, place: Path) -> dict[str, tuple[PipelineConfi
     hoard = config.train.model_copy(update={"keep_checkpoints": 1_000_000})
     start = config.train.model_copy(update={"warm_start": str(other_map(config, place))})
     return {
-        "unknown argument": (config, {"PYTHONPATH": str(old)}),
+        "unknown argument": (config, {"PYTHONPATH": str(old), "PYTHONSAFEPATH": "1"}),
         "wrong version": (config.model_copy(update={"jobs": jobs}), {}),
         "missing disk": (config.model_copy(update={"train": hoard}), {}),
         "mismatched map": (config.model_copy(update={"train": start}), {}),

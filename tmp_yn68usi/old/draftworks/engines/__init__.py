@@ -1,1 +1,0 @@
-"""What runs the target: the built-in reference engine, and clients of served engines."""

@@ -1,1 +1,0 @@
-"""Estimates: what remains, as a range."""

@@ -1,1 +1,0 @@
-"""Hidden states on disk: one safetensors file per sample, and the list of those that exist."""

@@ -1,1 +1,0 @@
-"""Preparation: what can be proved about a stage while the one before it still runs."""

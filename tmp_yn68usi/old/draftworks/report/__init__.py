@@ -1,1 +1,0 @@
-"""The final report: report.json and one page that needs nothing beside it."""

@@ -1,1 +1,0 @@
-"""Jobs that outlive whoever started them."""

@@ -1,1 +1,0 @@
-"""Training: packs of samples, the step, the loop, checkpoints."""
