@@ -2,6 +2,7 @@
 
     python -m draftworks fetch                      the bundled target, once
     python -m draftworks check  CONFIG              everything that can be known before work starts
+    python -m draftworks plan   CONFIG              bytes, hours and GPUs, from what is known
     python -m draftworks prepare CONFIG STAGE       its checks, and a run of it on a few samples
     python -m draftworks run    CONFIG [STAGE ...]  stages in order; all when none is named
     python -m draftworks verify CONFIG              what lies on disk, by reading every byte
@@ -27,7 +28,7 @@ from rich.table import Table
 from draftworks import bundled, config
 from draftworks.errors import DraftworksError
 from draftworks.progress import Progress
-from draftworks.workspace import Workspace
+from draftworks.workspace import Workspace, commit_json
 
 NICE = 10  # of a preparation
 
@@ -89,6 +90,27 @@ def _check(pipeline: config.PipelineConfig, _options: argparse.Namespace) -> int
     return 0 if all(item.passed for _, item in checks) else 1
 
 
+def _plan(pipeline: config.PipelineConfig, _options: argparse.Namespace) -> int:
+    from rich.markdown import Markdown
+
+    from draftworks.stages import plan_all
+    from draftworks.stages.advice import advise
+    from draftworks.stages.base import size
+
+    workspace = Workspace(Path(pipeline.workspace))
+    plans = plan_all(pipeline, workspace)
+    table = Table("stage", "makes", "time", "GPUs", "disk", "assumes", title=pipeline.name)
+    for plan in plans:
+        made, gpus = f"{plan.units:,} {plan.unit}", str(plan.gpus or "-")
+        assumed = "\n".join(plan.assumptions)
+        table.add_row(plan.stage, made, plan.time, gpus, size(plan.bytes), assumed)
+    table.add_row("all", "", "", "", size(sum(plan.bytes for plan in plans)), "")
+    console = Console()
+    console.print(table)
+    console.print(Markdown(advise(pipeline, workspace)))
+    return 0
+
+
 def _prepare(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int:
     from draftworks.preparation.prepare import Preparation
     from draftworks.stages import stage_named
@@ -120,6 +142,8 @@ def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int:
     workspace.require_writable()
     for name in names:
         stage = stage_named(name)(pipeline, workspace)
+        # Says what kind of work it was, for the rates that plans are made of.
+        commit_json(stage.job_directory / "config.json", pipeline.model_dump(mode="json"))
         if status := run_job(stage.job_directory, partial(_pass_gates, stage, gates)):
             return status
         print(stage.verify(share=0).sentence)
@@ -203,7 +227,14 @@ def _status(root: Path) -> int:
     return 0
 
 
-COMMANDS = {"check": _check, "prepare": _prepare, "run": _run, "verify": _verify, "report": _report}
+COMMANDS = {
+    "check": _check,
+    "plan": _plan,
+    "prepare": _prepare,
+    "run": _run,
+    "verify": _verify,
+    "report": _report,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -276,6 +276,31 @@ class JobsConfig(Settings, title="Jobs"):
     """Notification block, such as "slack-webhook/team", that is told of failed preparations."""
 
 
+class PlanConfig(Settings, title="Plan"):
+    """What is known of data, target and host before any work, so that there is a plan without
+    them. What has been counted or measured in the workspace takes its place. Changes no result."""
+
+    samples: int | None = Field(None, ge=1)
+    """Samples that generation will leave."""
+    tokens_per_sample: float | None = Field(None, gt=0)
+    """Mean length of a sample, prompt and answer, in tokens."""
+    hidden_size: int | None = Field(None, ge=1)
+    """Width of the target's hidden states."""
+    target_gb: float | None = Field(None, gt=0)
+    """Size of the target's weights in GB, for the time that loading them takes."""
+    generate_rate: float | None = Field(None, gt=0)
+    """Tokens per second of generation, prompts included."""
+    extract_rate: float | None = Field(None, gt=0)
+    """Tokens per second of extraction."""
+    train_tflops: float | None = Field(None, gt=0)
+    """TFLOP/s that one GPU reaches in training."""
+    bus_gbps: dict[int, float] = Field(default_factory=dict)
+    """GPUs -> GB/s of one link, each way, while so many exchange gradients (the "bus bandwidth" of
+    nccl-tests)."""
+    disk_gbps: float | None = Field(None, gt=0)
+    """GB/s that the workspace's disk reads."""
+
+
 class PipelineConfig(Settings, title="Pipeline"):
     """Everything that decides a drafter, from prompts to published checkpoint."""
 
@@ -293,6 +318,7 @@ class PipelineConfig(Settings, title="Pipeline"):
     publish: PublishConfig = PublishConfig()
     gates: GatesConfig = Field(GatesConfig(), json_schema_extra=OPERATIONAL)
     jobs: JobsConfig = Field(JobsConfig(), json_schema_extra=OPERATIONAL)
+    plan: PlanConfig = Field(PlanConfig(), json_schema_extra=OPERATIONAL)
     allow_partial: str | None = Field(
         None, pattern=r"^[A-Za-z0-9._-]+$", json_schema_extra=OPERATIONAL
     )

@@ -33,8 +33,9 @@ StageName = Literal["generate", "vocab", "extract", "train", "evaluate", "publis
 def check(config: PipelineConfig) -> None:
     """Everything that can be known before any work, and what the work will need."""
     config = with_blocks(config)
-    check_everything(config)
-    show_plan(config)
+    planned = show_plan(config, return_state=True)
+    check_everything(config)  # says more than a plan that could not be made
+    planned.result()
 
 
 @flow(name="generate", flow_run_name="{config.name}", on_cancellation=[stop_job])

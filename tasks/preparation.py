@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from prefect import get_client, get_run_logger, runtime, task
-from prefect.artifacts import create_table_artifact
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.blocks.core import Block
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.actions import ArtifactCreate
@@ -29,21 +29,27 @@ POLL_SECONDS = 0.5
 def show_plan(config: PipelineConfig) -> None:
     """What each stage will make, as a table, before anything starts."""
     from draftworks.stages import plan_all
+    from draftworks.stages.advice import advise
     from draftworks.stages.base import size
 
+    plans = plan_all(config, workspace_of(config))
     create_table_artifact(
         key="plan",
         table=[
             {
                 "stage": plan.stage,
                 "makes": f"{plan.units:,} {plan.unit}",
+                "time": plan.time,
+                "GPUs": plan.gpus or "-",
                 "disk": size(plan.bytes),
                 "assumes": "; ".join(plan.assumptions),
             }
-            for plan in plan_all(config, workspace_of(config))
+            for plan in plans
         ],
-        description=f"Plan of {config.name}",
+        description=f"Plan of {config.name}: {size(sum(plan.bytes for plan in plans))} on disk",
     )
+    if advice := advise(config, workspace_of(config)):
+        create_markdown_artifact(advice, key="plan-gpus", description="GPUs for the training")
 
 
 @task(name="check everything", cache_policy=NO_CACHE)

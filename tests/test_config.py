@@ -141,6 +141,23 @@ OPERATIONAL = {
     "train.checkpoint_every": 7,
     "train.keep_checkpoints": 7,
     "evaluate.batch": 7,
+    "extract.server.port": 7,
+    "gates.on_incomplete": "wait",
+    "gates.share": 0.5,
+    "jobs.python": "/elsewhere/bin/python",
+    "jobs.requires": {"torch": ">=2"},
+    "jobs.prepare": False,
+    "jobs.notify": "slack-webhook/team",
+    "plan.samples": 7,
+    "plan.tokens_per_sample": 7,
+    "plan.hidden_size": 7,
+    "plan.target_gb": 7,
+    "plan.generate_rate": 7,
+    "plan.extract_rate": 7,
+    "plan.train_tflops": 7,
+    "plan.bus_gbps": {2: 7},
+    "plan.disk_gbps": 7,
+    "allow_partial": "half",
 }
 """Everything that may differ between two runs of the same work."""
 

@@ -10,24 +10,49 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
+from draftworks.estimates.rates import Rate, measured
+from draftworks.estimates.remaining import span
 from draftworks.progress import Progress
 from draftworks.records.inspection import Committed, Findings, Inspection, Seen
 from draftworks.target import Target
 from draftworks.workspace import Workspace, digest
 
+NO_RATE = "speed not known yet: the first run measures it"
 NAMED = 3  # units that a sentence names of each kind
 NOTHING = Findings()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a stage will make, before anything starts; `assumptions` say what it rests on."""
+    """What a stage will make and take, before anything starts; `assumptions` say what it rests on.
+
+    hours: None where nothing is known yet, and a number is not made up. gpus: 0 is the CPU.
+    """
 
     stage: str
     units: int
     unit: str
     bytes: int
     assumptions: tuple[str, ...]
+    hours: float | None = None
+    gpus: int = 0
+
+    @property
+    def time(self) -> str:
+        """For people."""
+        if self.hours is None:
+            return "unknown"
+        return span(self.hours * 3600) if self.hours else "seconds"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large a pipeline is, and where that is known from."""
+
+    samples: int
+    tokens: int
+    source: str
+    hidden_size: int
 
 
 @dataclass(frozen=True)
@@ -164,6 +189,20 @@ class Stage(ABC):
     @property
     def job_directory(self) -> Path:
         return self.workspace.job(self.name, self.identity)
+
+    def rate(self, stated: float | None) -> Rate | None:
+        """How fast it will be: as measured in this workspace, else as the config states."""
+        found = measured(self.workspace, self.config, self.name)
+        if found is None and stated:
+            return Rate(stated, f"{stated:,.0f} tokens/s, as the config states")
+        return found
+
+    def loading(self) -> tuple[str, ...]:
+        """What loading a large target adds, where the config states its size."""
+        size, disk = self.config.plan.target_gb, self.config.plan.disk_gbps
+        if not size or not disk:
+            return ()
+        return (f"and {size / disk / 60:,.0f} min or more to load {size:,.0f} GB of weights",)
 
     def of(self, cls: type[S]) -> S:
         """Another stage of the same pipeline."""

@@ -17,7 +17,7 @@ from draftworks.progress import Progress
 from draftworks.records.inspection import Findings, Inspection
 from draftworks.records.manifest import ManifestWriter, read_manifest, rewrite_manifest
 from draftworks.records.samples import Sample
-from draftworks.stages.base import Check, Plan, Stage, Verdict, check
+from draftworks.stages.base import NO_RATE, Check, Plan, Stage, Verdict, check
 from draftworks.stages.extract import Extract
 from draftworks.stages.generate import Generate
 from draftworks.stages.train import Train
@@ -49,7 +49,7 @@ class Evaluate(Stage):
 
     def plan(self) -> Plan:
         count = self.config.evaluate.prompts
-        return Plan(self.name, count, self.unit, count * 1000, ("held-out conversations",))
+        return Plan(self.name, count, self.unit, count * 1000, ("held-out conversations", NO_RATE))
 
     def prepare(self) -> list[Check]:
         return [check("held-out prompts", self._enough_prompts)]

@@ -12,7 +12,7 @@ from draftworks.hidden_states.verification import faults
 from draftworks.progress import Progress
 from draftworks.records.inspection import Findings, Inspection
 from draftworks.records.samples import Sample
-from draftworks.stages.base import Check, Plan, Stage, Verdict, check
+from draftworks.stages.base import NO_RATE, Check, Plan, Stage, Verdict, check, size
 from draftworks.stages.generate import Generate
 
 
@@ -44,21 +44,27 @@ class Extract(Stage):
         return {"extract": self.config.extract.identity(), "layers": self.layers}
 
     def plan(self) -> Plan:
-        generate = self.of(Generate)
-        per_token = 4 * self.target.hidden_size * 2 + 8
-        entries = generate.store.index()
-        if entries:
-            tokens, source = sum(entry.tokens for entry in entries), "counted in the samples"
-        else:
-            longest = self.config.generate.max_new_tokens
-            tokens = len(generate.prompts) * (longest + 128)
-            source = f"at most {longest:,} answer tokens and about 128 of prompt each"
+        sizes = self.of(Generate).sizes
+        per_token = 4 * sizes.hidden_size * 2 + 8
+        # One byte a value, and a float32 scale for each token and layer.
+        small = sizes.tokens * (4 * sizes.hidden_size + 4 * 4 + 8)
+        rate = self.rate(self.config.plan.extract_rate)
         return Plan(
             self.name,
-            len(entries) or len(generate.prompts),
+            sizes.samples,
             self.unit,
-            tokens * per_token,
-            (f"{tokens:,} tokens of {per_token:,} bytes", source),
+            sizes.tokens * per_token,
+            (
+                f"{sizes.tokens:,} tokens of {per_token:,} bytes in {self.config.extract.dtype} "
+                f"(in float8 it would be {size(small)})",
+                sizes.source,
+                rate.source if rate else NO_RATE,
+                *self.loading(),
+            ),
+            sizes.tokens / rate.tokens / 3600 if rate else None,
+            self.config.extract.server.tensor_parallel
+            if self.config.extract.engine != "reference"
+            else 0,
         )
 
     def prepare(self) -> list[Check]:

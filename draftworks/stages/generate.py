@@ -12,8 +12,10 @@ from draftworks.progress import Progress
 from draftworks.records.inspection import Inspection
 from draftworks.records.prompts import Prompt, prompts_file, read_prompts
 from draftworks.records.samples import Rejected, Sample, SampleStore, SampleWriter
-from draftworks.stages.base import Check, Plan, Stage, Verdict, check
+from draftworks.stages.base import NO_RATE, Check, Plan, Sizes, Stage, Verdict, check
 from draftworks.workspace import digest
+
+TYPICAL_PROMPT = 128  # tokens, where nothing is known
 
 
 class Generate(Stage):
@@ -40,15 +42,52 @@ class Generate(Stage):
             "generate": self.config.generate.identity(),
         }
 
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Of the pipeline: counted in the samples that are there, else as stated in the config,
+        else from the prompts and the longest answer."""
+        stated = self.config.plan
+        begun = any((self.workspace.root / "artifacts").glob(f"{self.name}-*"))
+        if stated.samples and stated.tokens_per_sample and stated.hidden_size and not begun:
+            # The target and the prompts need not be here.
+            mean = stated.tokens_per_sample
+            return Sizes(
+                stated.samples,
+                round(stated.samples * mean),
+                f"{stated.samples:,} samples of {mean:,.0f} tokens, as the config states",
+                stated.hidden_size,
+            )
+        entries = self.store.index()
+        if entries:
+            tokens, seen = sum(entry.tokens for entry in entries), len(self.store.conversations())
+            if seen >= len(self.prompts):
+                source = "counted in the samples"
+                return Sizes(len(entries), tokens, source, self.target.hidden_size)
+            factor = len(self.prompts) / seen
+            return Sizes(
+                round(len(entries) * factor),
+                round(tokens * factor),
+                f"as the first {len(entries):,} samples are",
+                self.target.hidden_size,
+            )
+        longest = self.config.generate.max_new_tokens
+        return Sizes(
+            len(self.prompts),
+            len(self.prompts) * (longest + TYPICAL_PROMPT),
+            f"at most {longest:,} answer tokens and about {TYPICAL_PROMPT} of prompt each",
+            self.target.hidden_size,
+        )
+
     def plan(self) -> Plan:
-        tokens = len(self.prompts) * self.config.generate.max_new_tokens
-        # 4 bytes a token id and about as many of text, before compression.
+        sizes = self.sizes
+        rate = self.rate(self.config.plan.generate_rate)
         return Plan(
             self.name,
-            len(self.prompts),
+            sizes.samples,
             self.unit,
-            tokens * 8,
-            (f"at most {self.config.generate.max_new_tokens:,} new tokens per prompt",),
+            sizes.tokens * 8,  # 4 bytes a token id and about as many of text, uncompressed
+            (sizes.source, rate.source if rate else NO_RATE, *self.loading()),
+            sizes.tokens / rate.tokens / 3600 if rate else None,
         )
 
     def prepare(self) -> list[Check]:

@@ -36,9 +36,9 @@ class Publish(Stage):
         return {"publish": self.config.publish.identity()}
 
     def plan(self) -> Plan:
-        size = self.of(Train).plan().bytes // 10
         count = len(self.config.publish.formats)
-        return Plan(self.name, count, self.unit, count * size, ("bfloat16 weights",))
+        size = 2 * sum(self.of(Train).weights())
+        return Plan(self.name, count, self.unit, count * size, ("bfloat16 weights",), 0.0)
 
     def prepare(self) -> list[Check]:
         return [check("formats", lambda: ", ".join(self.config.publish.formats))]

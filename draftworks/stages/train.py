@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from draftworks.eagle3.drafter import Drafter, DrafterShape
 from draftworks.eagle3.formats import read_checkpoint, rope_of
 from draftworks.errors import DraftworksError
+from draftworks.estimates.scaling import Scaled, Work, scale
 from draftworks.progress import Progress
 from draftworks.records.inspection import Findings, Inspection
 from draftworks.records.samples import SampleEntry
-from draftworks.stages.base import Check, Plan, Stage, Verdict, check
+from draftworks.stages.base import NO_RATE, Check, Plan, Stage, Verdict, check
 from draftworks.stages.extract import Extract
 from draftworks.stages.generate import Generate
 from draftworks.stages.vocab import Vocab
@@ -67,16 +68,74 @@ class Train(Stage):
     def settings(self) -> Mapping[str, Any]:
         return {"train": self.config.train.identity()}
 
+    @property
+    def work(self) -> Work:
+        """What the run has to do, by the sizes of the drafter's matrices. Of every token: fc once,
+        layer and head at each draft step; three products a weight, forward and backward."""
+        settings, sizes = self.config.train, self.of(Generate).sizes
+        fc, layer, head = self.weights()
+        share = 1 - settings.validation_share
+        return Work(
+            trainable=fc + layer + (head if settings.train_head else 0),
+            flops=6 * (fc + settings.ttt_steps * (layer + head)),
+            batch=settings.pack_tokens * settings.accumulate,
+            tokens=round(sizes.tokens * share) * settings.epochs,
+        )
+
+    def weights(self) -> tuple[int, int, int]:
+        """Weights of fc, layer and head; norms are too small to count."""
+        chosen, size = self.config.train.drafter, self.of(Generate).sizes.hidden_size
+        heads = chosen.heads or int(self.target.text_config["num_attention_heads"])
+        shared = (
+            chosen.kv_heads or chosen.heads or int(self.target.text_config["num_key_value_heads"])
+        )
+        width = chosen.head_dim or self.shape.head_dim
+        inner = chosen.intermediate_size or int(self.target.text_config["intermediate_size"])
+        attention = 2 * size * width * (heads + 2 * shared) + heads * width * size
+        return 3 * size * size, attention + 3 * size * inner, self.config.vocab.size * size
+
+    @property
+    def scaling(self) -> list[Scaled]:
+        """The run on the numbers of GPUs that the config knows the exchange of; else empty."""
+        known = self.config.plan
+        if not known.train_tflops or not known.bus_gbps:
+            return []
+        bus = {gpus: rate * 1e9 for gpus, rate in known.bus_gbps.items()}
+        return scale(self.work, known.train_tflops * 1e12, bus)
+
     def plan(self) -> Plan:
-        parameters = sum(parameter.numel() for parameter in self._empty_drafter().parameters())
-        copies = self.config.train.keep_checkpoints + 1
+        work, copies = self.work, self.config.train.keep_checkpoints + 1
+        rate = self.rate(None)
+        scaled = {item.gpus: item for item in self.scaling}.get(self.config.train.gpus)
+        hours, speed = None, NO_RATE
+        if rate:
+            hours, speed = work.tokens / rate.tokens / 3600, rate.source
+        elif scaled:
+            hours = scaled.hours
+            speed = f"{scaled.step * 1000:,.0f} ms a step of {work.batch:,} tokens, by its FLOPs"
         return Plan(
             self.name,
             self.config.train.epochs,
             "epochs",
-            parameters * 4 * (3 * copies + 1),
-            (f"{parameters:,} parameters; weights and two moments in float32, {copies} copies",),
+            work.trainable * 4 * (3 * copies + 1),
+            (
+                f"{work.trainable / 1e6:,.1f} M weights; with two moments in float32, "
+                f"{copies} copies",
+                speed,
+                *self._reading(hours),
+            ),
+            hours,
+            self.config.train.gpus,
         )
+
+    def _reading(self, hours: float | None) -> tuple[str, ...]:
+        """Whether the disk can keep up, where the config states its speed."""
+        disk = self.config.plan.disk_gbps
+        if not hours or not disk:
+            return ()
+        needed = self.of(Extract).plan().bytes * self.config.train.epochs / hours / 3600 / 1e9
+        verdict = "is no limit" if needed < disk else "IS THE LIMIT"
+        return (f"reads {needed:.2g} GB/s of states; a disk of {disk:g} GB/s {verdict}",)
 
     def prepare(self) -> list[Check]:
         return [
@@ -159,10 +218,6 @@ class Train(Stage):
             used = self.of(Vocab).vocabulary().used
             drafter.initialize(self.target.head()[used], self.target.norm(), self.config.train.seed)
         return drafter
-
-    def _empty_drafter(self) -> Drafter:
-        with torch.device("meta"):
-            return Drafter(self.shape, torch.empty(0))
 
     def _forget_other_inputs(self, inputs: dict[str, str]) -> None:
         """Drop checkpoints that began on other inputs: going on from them would be training on

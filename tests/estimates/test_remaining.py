@@ -27,7 +27,7 @@ def told(trace: list[Point], left: float, waited: float = 0.0) -> Remaining:
 
 @pytest.fixture(scope="module")
 def held_out() -> dict[str, Outcome]:
-    return synthetic("held-out", 12)
+    return synthetic("held-out", 40)
 
 
 def test_the_ranges_hold_the_truth_as_often_as_they_promise(held_out: dict[str, Outcome]) -> None:

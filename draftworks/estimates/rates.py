@@ -1,0 +1,65 @@
+"""Rates of earlier runs: what this host has shown, from what its jobs left behind."""
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+from draftworks.config import PipelineConfig
+from draftworks.records.manifest import iterate_manifest, read_manifest
+from draftworks.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Tokens per second, and where that is known from."""
+
+    tokens: float
+    source: str
+
+
+def measured(workspace: Workspace, config: PipelineConfig, stage: str) -> Rate | None:
+    """The rate of the newest finished job of a stage that worked for the same target with the
+    same engine or GPUs; None when there is none."""
+    newest: tuple[float, float] | None = None
+    for directory in workspace.jobs():
+        if not directory.name.startswith(f"{stage}-") or not _alike(directory, config, stage):
+            continue
+        runs = read_manifest(directory / "history.jsonl")
+        if not runs or runs[-1]["outcome"] != "finished":
+            continue
+        seconds = sum(run["ended"] - run["started"] for run in runs)
+        rate = _rate(workspace.root / "artifacts" / directory.name, stage, seconds)
+        if rate and (newest is None or runs[-1]["ended"] > newest[0]):
+            newest = (runs[-1]["ended"], rate)
+    if newest is None:
+        return None
+    day = datetime.fromtimestamp(newest[0], UTC).date()
+    return Rate(newest[1], f"{newest[1]:,.0f} tokens/s, measured here on {day}")
+
+
+def _alike(directory: Path, config: PipelineConfig, stage: str) -> bool:
+    """Whether a job did the same kind of work, as far as its speed goes."""
+    settings = directory / "config.json"
+    if not settings.is_file():
+        return False
+    other = json.loads(settings.read_text(encoding="utf-8"))
+    ours = config.model_dump(mode="json")
+    same = {"generate": "engine", "extract": "engine", "train": "gpus"}[stage]
+    return bool(
+        other.get("target") == ours["target"]
+        and other.get(stage, {}).get(same) == ours[stage][same]
+    )
+
+
+def _rate(artifact: Path, stage: str, seconds: float) -> float:
+    """Tokens per second of a finished stage: of training the usual step's, which leaves out
+    loading and validation; of the others all tokens over all seconds. 0 when it left nothing."""
+    if stage == "train":
+        rows = iterate_manifest(artifact / "metrics.jsonl")
+        rates = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
+        return median(rates) if rates else 0.0
+    count = "tokens" if stage == "generate" else "rows"
+    tokens = sum(row[count] for row in iterate_manifest(artifact / "manifest.jsonl"))
+    return tokens / seconds if seconds > 0 else 0.0
