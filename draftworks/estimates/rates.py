@@ -1,6 +1,7 @@
 """Rates of earlier runs: what this host has shown, from what its jobs left behind."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,12 +21,9 @@ class Rate:
 
 
 def measured(workspace: Workspace, config: PipelineConfig, stage: str) -> Rate | None:
-    """The rate of the newest finished job of a stage that worked for the same target with the
-    same engine or GPUs; None when there is none."""
+    """The rate of the newest finished job of this kind; None when there is none."""
     newest: tuple[float, float] | None = None
-    for directory in workspace.jobs():
-        if not directory.name.startswith(f"{stage}-") or not _alike(directory, config, stage):
-            continue
+    for directory in alike(workspace, config, stage):
         runs = read_manifest(directory / "history.jsonl")
         if not runs or runs[-1]["outcome"] != "finished":
             continue
@@ -39,18 +37,20 @@ def measured(workspace: Workspace, config: PipelineConfig, stage: str) -> Rate |
     return Rate(newest[1], f"{newest[1]:,.0f} tokens/s, measured here on {day}")
 
 
-def _alike(directory: Path, config: PipelineConfig, stage: str) -> bool:
-    """Whether a job did the same kind of work, as far as its speed goes."""
-    settings = directory / "config.json"
-    if not settings.is_file():
-        return False
-    other = json.loads(settings.read_text(encoding="utf-8"))
+def alike(workspace: Workspace, config: PipelineConfig, stage: str) -> Iterator[Path]:
+    """Directories of the jobs that did the same kind of work, as far as its speed goes: for the
+    same target, with the same engine or GPUs."""
     ours = config.model_dump(mode="json")
     same = {"generate": "engine", "extract": "engine", "train": "gpus"}[stage]
-    return bool(
-        other.get("target") == ours["target"]
-        and other.get(stage, {}).get(same) == ours[stage][same]
-    )
+    for directory in workspace.jobs():
+        settings = directory / "config.json"
+        if directory.name.startswith(f"{stage}-") and settings.is_file():
+            other = json.loads(settings.read_text(encoding="utf-8"))
+            if (other.get("target"), other.get(stage, {}).get(same)) == (
+                ours["target"],
+                ours[stage][same],
+            ):
+                yield directory
 
 
 def _rate(artifact: Path, stage: str, seconds: float) -> float:

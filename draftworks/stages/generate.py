@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import cached_property
 from typing import Any
 
 from draftworks.engines.endpoint import Answer, answers, probe
 from draftworks.errors import DraftworksError
+from draftworks.estimates.rates import alike
 from draftworks.progress import Progress
 from draftworks.records.inspection import Inspection
 from draftworks.records.prompts import Prompt, prompts_file, read_prompts
@@ -46,18 +47,21 @@ class Generate(Stage):
     def sizes(self) -> Sizes:
         """Of the pipeline: counted in the samples that are there, else as stated in the config,
         else from the prompts and the longest answer."""
-        stated = self.config.plan
-        begun = any((self.workspace.root / "artifacts").glob(f"{self.name}-*"))
-        if stated.samples and stated.tokens_per_sample and stated.hidden_size and not begun:
-            # The target and the prompts need not be here.
-            mean = stated.tokens_per_sample
-            return Sizes(
-                stated.samples,
-                round(stated.samples * mean),
-                f"{stated.samples:,} samples of {mean:,.0f} tokens, as the config states",
-                stated.hidden_size,
-            )
-        entries = self.store.index()
+        stated, entries = self.config.plan, []
+        if stated.samples and stated.tokens_per_sample and stated.hidden_size:
+            # Target and prompts need not be here; and a plan is no reason to fetch 500 GB.
+            if any(alike(self.workspace, self.config, self.name)):
+                with suppress(DraftworksError):
+                    entries = self.store.index()
+            if not entries:
+                mean = stated.tokens_per_sample
+                return Sizes(
+                    stated.samples,
+                    round(stated.samples * mean),
+                    f"{stated.samples:,} samples of {mean:,.0f} tokens, as the config states",
+                    stated.hidden_size,
+                )
+        entries = entries or self.store.index()
         if entries:
             tokens, seen = sum(entry.tokens for entry in entries), len(self.store.conversations())
             if seen >= len(self.prompts):

@@ -61,6 +61,12 @@ def test_the_plan_of_the_full_size_job_needs_neither_target_nor_data(kimi: Pipel
     assert plans["evaluate"].time == "unknown"
     assert not list(Path(kimi.workspace).iterdir())
 
+    # Nor does it matter that other pipelines have been in this workspace.
+    job = Path(kimi.workspace) / "jobs" / "generate-0123456789abcdef"
+    job.mkdir(parents=True)
+    (job / "config.json").write_text(recipe("smollm2-demo").model_dump_json())
+    assert plan_all(kimi, Workspace(Path(kimi.workspace))) == list(plans.values())
+
 
 def test_the_disk_of_the_first_run(kimi: PipelineConfig) -> None:
     """14.4 M tokens in bfloat16, and what float8 would take."""
