@@ -93,8 +93,8 @@ def _check(pipeline: config.PipelineConfig, _options: argparse.Namespace) -> int
 def _plan(pipeline: config.PipelineConfig, _options: argparse.Namespace) -> int:
     from rich.markdown import Markdown
 
+    from draftworks.report.plan import advise
     from draftworks.stages import plan_all
-    from draftworks.stages.advice import advise
     from draftworks.stages.base import size
 
     workspace = Workspace(Path(pipeline.workspace))

@@ -22,6 +22,7 @@ from prefect.states import Cancelling
 
 from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
+from draftworks.preparation.environment import source_version
 from tasks.jobs import job_task_name
 
 POLL_SECONDS = 1.0
@@ -75,9 +76,16 @@ class Ordered:
 
     def __init__(self, name: str, config: PipelineConfig, beside: Sequence["Ordered"] = ()) -> None:
         ahead = config.jobs.prepare
-        if ahead:
-            gates = config.gates.model_copy(update={"on_incomplete": "wait"})
-            config = config.model_copy(update={"gates": gates})
+        # The very source that orders the work must do it.
+        requires = {"draftworks": f"=={source_version()}", **config.jobs.requires}
+        config = config.model_copy(
+            update={
+                "jobs": config.jobs.model_copy(update={"requires": requires}),
+                "gates": config.gates.model_copy(update={"on_incomplete": "wait"})
+                if ahead
+                else config.gates,
+            }
+        )
         before = [stage.begun if ahead else stage.ended for stage in beside]
         # Prefect's stubs lose the parameters of `submit` beside `wait_for`.
         self.begun: PrefectFuture[UUID] = begin.submit(name, config, wait_for=before)  # type: ignore[call-overload]

@@ -28,8 +28,8 @@ POLL_SECONDS = 0.5
 @task(name="plan", cache_policy=NO_CACHE)
 def show_plan(config: PipelineConfig) -> None:
     """What each stage will make, as a table, before anything starts."""
+    from draftworks.report.plan import advise, charts
     from draftworks.stages import plan_all
-    from draftworks.stages.advice import advise
     from draftworks.stages.base import size
 
     plans = plan_all(config, workspace_of(config))
@@ -48,8 +48,9 @@ def show_plan(config: PipelineConfig) -> None:
         ],
         description=f"Plan of {config.name}: {size(sum(plan.bytes for plan in plans))} on disk",
     )
-    if advice := advise(config, workspace_of(config)):
-        create_markdown_artifact(advice, key="plan-gpus", description="GPUs for the training")
+    where = workspace_of(config)
+    if text := advise(config, where) + charts(config, where, plans):
+        create_markdown_artifact(text, key="plan-chart", description="Hours and GPUs, drawn")
 
 
 @task(name="check everything", cache_policy=NO_CACHE)

@@ -16,14 +16,19 @@ PACKAGES = ("numpy", "pyarrow", "safetensors", "tokenizers", "torch", "transform
 def environment() -> dict[str, str]:
     """Name -> version of this very process: Python, Draftworks (by the digest of its source), and
     the packages that compute. Imports none of them, so it takes milliseconds."""
+    return {
+        "python": platform.python_version(),
+        "draftworks": source_version(),
+        **{name: _version(name) or "absent" for name in PACKAGES},
+    }
+
+
+def source_version() -> str:
+    """Version of Draftworks with the digest of its source, as a local version label."""
     source = Path(draftworks.__file__).parent
     files = sorted(source.rglob("*.py"))
     revision = digest([(str(file.relative_to(source)), file_digest(file)) for file in files])
-    return {
-        "python": platform.python_version(),
-        "draftworks": f"{draftworks.__version__}+{revision}",
-        **{name: _version(name) or "absent" for name in PACKAGES},
-    }
+    return f"{draftworks.__version__}+{revision}"
 
 
 def require(versions: dict[str, str]) -> str:
@@ -41,13 +46,14 @@ def require(versions: dict[str, str]) -> str:
         here = found.get(name) or _version(name)
         if here is None or here == "absent":
             wrong.append(f"{name} is not installed, {text} is required")
-        elif not wanted.contains(here.partition("+")[0], prereleases=True):
+        elif not wanted.contains(here, prereleases=True):
             wrong.append(f"{name} is {here}, {text} is required")
     if wrong:
         raise DraftworksError(
             f"{'; '.join(wrong)}. Install it there, or name another interpreter in `jobs.python`."
         )
-    return ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "transformers"))
+    named = ("python", "draftworks", "torch", "transformers")
+    return ", ".join(f"{name} {found[name]}" for name in named)
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import subprocess
 from pathlib import Path
 
 from draftworks.errors import DraftworksError
@@ -57,6 +58,24 @@ def port_free(port: int) -> str:
                 "set another one in extract.server.port."
             ) from None
     return f"{port} is free"
+
+
+def gpus_there(count: int, each: int) -> str:
+    """Raises DraftworksError unless there are so many GPUs with so many bytes of memory each."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise DraftworksError(f"{count} GPUs are needed, but nvidia-smi fails: {error}") from None
+    found = [line.rsplit(",", 1) for line in told.stdout.splitlines() if line.strip()]
+    memory = [(name.strip(), int(mebibytes) << 20) for name, mebibytes in found]
+    fitting = [name for name, held in memory if held >= each]
+    if len(fitting) < count:
+        there = ", ".join(f"{name} with {size(held)}" for name, held in memory) or "none"
+        raise DraftworksError(
+            f"{count} GPUs with {size(each)} of memory each are needed; there are: {there}"
+        )
+    return f"{count} of {len(memory)} GPUs ({fitting[0]}), {size(each)} of memory needed on each"
 
 
 def read_ahead(files: list[Path]) -> str:

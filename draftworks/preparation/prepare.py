@@ -90,6 +90,9 @@ class Preparation:
         yield check("environment", lambda: require(jobs.requires))
         yield from stage.prepare()
         yield check("disk space", lambda: host.room(stage))
+        plan = stage.plan()
+        if plan.gpus:
+            yield check("GPUs", lambda: host.gpus_there(plan.gpus, plan.gpu_bytes))
         if stage.name == "extract" and stage.config.extract.engine != "reference":
             yield check("port", lambda: host.port_free(stage.config.extract.server.port))
         if stage.name in LOADS_TARGET:

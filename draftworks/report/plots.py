@@ -6,7 +6,7 @@ chance.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from itertools import accumulate
 from typing import Any
@@ -16,6 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from draftworks.estimates.remaining import span
+from draftworks.estimates.scaling import Scaled
 from draftworks.report.model import PerPosition, Span, StepRow, ValidationRow
 
 WIDTH = 4.3
@@ -188,6 +190,61 @@ def timeline(spans: Sequence[Span]) -> str:
         axes.grid(axis="x")
 
     return _svg(draw, "Timeline of the stages", height=max(2.0, 0.75 + 0.33 * len(stages)))
+
+
+def gpu_scaling(scalings: Sequence[Scaled], chosen: Scaled) -> str:
+    """A step on each number of GPUs: computing, and exchanging gradients."""
+
+    def draw(axes: Axes) -> None:
+        places = range(len(scalings))
+        works = [1000 * item.compute for item in scalings]
+        waits = [1000 * item.exchange for item in scalings]
+        axes.bar(places, works, width=0.6, color=COLOURS["measured"], label="computing")
+        bars = axes.bar(
+            places,
+            waits,
+            width=0.6,
+            bottom=works,
+            color=COLOURS["estimated"],
+            label="exchanging gradients",
+        )
+        labels = [
+            f"{1000 * item.step:,.0f} ms\neff. {item.efficiency(scalings[0]):.0%}"
+            for item in scalings
+        ]
+        axes.bar_label(bars, labels, padding=2)
+        names = [
+            f"{item.gpus}\nrecommended" if item.gpus == chosen.gpus else f"{item.gpus}"
+            for item in scalings
+        ]
+        axes.set_xticks(places, names)
+        axes.set(xlabel="GPUs", ylabel="optimizer step, ms")
+        axes.set_ylim(0, 1250 * max(item.step for item in scalings))
+        axes.grid(axis="y")
+        _legend(axes)
+
+    return _svg(draw, "Step time of training by number of GPUs, with its efficiency")
+
+
+def stage_hours(hours: Mapping[str, float | None]) -> str:
+    """What each stage is planned to take; a stage without a known rate says so."""
+
+    def draw(axes: Axes) -> None:
+        known = [value or 0.0 for value in hours.values()]
+        bars = axes.barh(range(len(hours)), known, height=0.62, color=COLOURS["measured"])
+        labels = [
+            "not known yet" if value is None else span(3600 * value) if value else "seconds"
+            for value in hours.values()
+        ]
+        axes.bar_label(bars, labels, padding=4)
+        axes.set_yticks(range(len(hours)), list(hours))
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.18 * max(known) or 1)
+        axes.set_xlabel("hours")
+        axes.spines["left"].set_visible(False)
+        axes.grid(axis="x")
+
+    return _svg(draw, "Planned hours of each stage")
 
 
 def duration(seconds: float) -> str:

@@ -27,6 +27,7 @@ class Plan:
     """What a stage will make and take, before anything starts; `assumptions` say what it rests on.
 
     hours: None where nothing is known yet, and a number is not made up. gpus: 0 is the CPU.
+    gpu_bytes: what weights and optimizer take of the memory of each.
     """
 
     stage: str
@@ -36,6 +37,7 @@ class Plan:
     assumptions: tuple[str, ...]
     hours: float | None = None
     gpus: int = 0
+    gpu_bytes: int = 0
 
     @property
     def time(self) -> str:

@@ -49,6 +49,8 @@ class Extract(Stage):
         # One byte a value, and a float32 scale for each token and layer.
         small = sizes.tokens * (4 * sizes.hidden_size + 4 * 4 + 8)
         rate = self.rate(self.config.plan.extract_rate)
+        served = self.config.extract.engine != "reference"
+        gpus = self.config.extract.server.tensor_parallel if served else 0
         return Plan(
             self.name,
             sizes.samples,
@@ -62,9 +64,8 @@ class Extract(Stage):
                 *self.loading(),
             ),
             sizes.tokens / rate.tokens / 3600 if rate else None,
-            self.config.extract.server.tensor_parallel
-            if self.config.extract.engine != "reference"
-            else 0,
+            gpus,
+            round((self.config.plan.target_gb or 0) * 1e9 / gpus) if gpus else 0,
         )
 
     def prepare(self) -> list[Check]:

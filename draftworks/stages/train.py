@@ -126,6 +126,7 @@ class Train(Stage):
             ),
             hours,
             self.config.train.gpus,
+            work.trainable * 4 * 4,  # float32 weights, gradients and two moments
         )
 
     def _reading(self, hours: float | None) -> tuple[str, ...]:

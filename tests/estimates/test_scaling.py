@@ -1,14 +1,16 @@
 """GPU scaling: the figures noted for the full-size job, and the rule behind the advice."""
 
+import base64
 import math
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from draftworks.config import PipelineConfig, recipe
 from draftworks.estimates.scaling import Work, allreduce_seconds, recommend, scale, scaled_rate
+from draftworks.report.plan import advise, charts
 from draftworks.stages import all_stages, plan_all
-from draftworks.stages.advice import advise
 from draftworks.stages.base import size
 from draftworks.workspace import Workspace
 
@@ -37,8 +39,9 @@ def test_the_noted_exchanges_over_pcie() -> None:
 def test_the_full_size_job_takes_four_gpus(kimi: PipelineConfig) -> None:
     train = all_stages(kimi, Workspace(Path(kimi.workspace)))["train"]
     scaled = {item.gpus: item for item in train.scaling}
-    assert 0.070 < scaled[2].exchange < 0.080
-    assert 0.110 < scaled[4].exchange < 0.150
+    gradients = 4 * train.work.trainable
+    assert scaled[2].exchange == pytest.approx(0.075 * gradients / 4.8e9)
+    assert scaled[4].exchange == pytest.approx(0.150 * gradients / 4.8e9)
     assert scaled[8].share > 0.5
     assert 10 < scaled[4].hours < 11.5  # 10.8 h were measured
     chosen, reason = recommend(train.scaling)
@@ -50,6 +53,16 @@ def test_the_full_size_job_takes_four_gpus(kimi: PipelineConfig) -> None:
     assert "The config says" not in said
     other = kimi.model_copy(update={"train": kimi.train.model_copy(update={"gpus": 8})})
     assert "The config says train.gpus 8." in advise(other, Workspace(Path(kimi.workspace)))
+
+
+def test_the_charts_lie_in_the_text(kimi: PipelineConfig) -> None:
+    workspace = Workspace(Path(kimi.workspace))
+    drawn = charts(kimi, workspace, plan_all(kimi, workspace))
+    hours, gpus = (base64.b64decode(part.split(")")[0]) for part in drawn.split("base64,")[1:])
+    for svg, words in ((hours, ["9 h 31 min", "not known yet"]), (gpus, ["recommended", "eff. "])):
+        root = ElementTree.fromstring(svg)
+        assert root.tag.endswith("svg")
+        assert all(word in svg.decode() for word in words)
 
 
 def test_the_plan_of_the_full_size_job_needs_neither_target_nor_data(kimi: PipelineConfig) -> None:

@@ -20,6 +20,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import Cancelled, Completed, Failed, Running
 
 from draftworks.config import PipelineConfig
+from draftworks.preparation.environment import source_version
 from draftworks.stages import STAGES
 from flows.pipeline import pipeline
 from tasks.host_runs import cancel_host_runs
@@ -90,8 +91,13 @@ def test_every_step_waits_for_what_it_needs(
     assert host.started[:2] == ["check", "generate"]
     assert set(host.started[2:4]) == {"vocab", "extract"}
     assert host.started[4:] == ["train", "evaluate", "publish", "report"]
-    plain = [config.model_copy(update={"gates": tiny_config.gates}) for config in host.configs]
+    plain = [
+        config.model_copy(update={"gates": tiny_config.gates, "jobs": tiny_config.jobs})
+        for config in host.configs
+    ]
     assert all(config == tiny_config for config in plain)
+    required = {config.jobs.requires.get("draftworks") for config in host.configs[1:-1]}
+    assert required == {f"=={source_version()}"}
     assert shown("report").data == "# acceptance length 2.34"
 
 

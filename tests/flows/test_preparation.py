@@ -86,7 +86,8 @@ def test_the_plan_has_a_row_for_every_stage(
     assert list(plan) == list(STAGES)
     assert plan["generate"]["makes"] == "24 prompts"
     assert all(row["disk"] for row in plan.values())
-    assert "24 new tokens" in plan["generate"]["assumes"]
+    assert "24 answer tokens" in plan["generate"]["assumes"]
+    assert plan["generate"]["time"] == "unknown"
 
 
 def test_checks_and_plan_start_nothing(

@@ -5,7 +5,7 @@ from importlib.metadata import version
 import pytest
 
 from draftworks.errors import DraftworksError
-from draftworks.preparation.environment import changes, environment, require
+from draftworks.preparation.environment import changes, environment, require, source_version
 
 
 def test_it_names_what_a_result_may_depend_on() -> None:
@@ -17,6 +17,7 @@ def test_it_names_what_a_result_may_depend_on() -> None:
 
 def test_a_version_in_range_is_fine() -> None:
     assert f"torch {version('torch')}" in require({"torch": ">=2.0", "pytest": ">=1"})
+    assert require({"draftworks": f"=={source_version()}"})
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,7 @@ def test_a_version_in_range_is_fine() -> None:
             rf"torch is {version('torch')}.*, >=99 is required".replace("+", r"\+"),
         ),
         ({"no-such-package": ">=1"}, "no-such-package is not installed, >=1 is required"),
+        ({"draftworks": "==0.0.1+0123"}, r"draftworks is .*\+.*, ==0.0.1\+0123 is required"),
         ({"torch": "new"}, "jobs.requires: torch 'new' is no version range"),
     ],
 )

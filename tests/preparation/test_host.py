@@ -9,7 +9,7 @@ import pytest
 
 from draftworks.config import PipelineConfig
 from draftworks.errors import DraftworksError
-from draftworks.preparation.host import port_free, read_ahead, room, written
+from draftworks.preparation.host import gpus_there, port_free, read_ahead, room, written
 from draftworks.stages import stage_named
 from draftworks.workspace import Workspace
 
@@ -61,3 +61,31 @@ def test_weights_larger_than_memory_are_left_alone(tmp_path: Path) -> None:
     small.write_bytes(bytes(5000))
     assert read_ahead([huge]).startswith("left out: 4.4 TB of weights")
     assert read_ahead([small]) == "5 kB in the page cache"
+
+
+NVIDIA = """#!/bin/sh
+[ "$*" = "--query-gpu=name,memory.total --format=csv,noheader,nounits" ] || exit 9
+printf 'RTX PRO 6000, 97887\\nRTX PRO 6000, 97887\\nT4, 15360\\n'
+"""
+
+
+@pytest.fixture
+def nvidia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with two large GPUs and a small one, as nvidia-smi tells it."""
+    (tmp_path / "nvidia-smi").write_text(NVIDIA)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("nvidia")
+def test_gpus_count_if_they_have_the_memory() -> None:
+    assert gpus_there(2, 68 * 10**9).startswith("2 of 3 GPUs (RTX PRO 6000), 68 GB")
+    assert gpus_there(3, 10**9).startswith("3 of 3 GPUs")
+    with pytest.raises(DraftworksError, match=r"3 GPUs with 68 GB .* there are: RTX PRO 6000 with"):
+        gpus_there(3, 68 * 10**9)
+
+
+def test_a_host_without_gpus_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DraftworksError, match="4 GPUs are needed, but nvidia-smi fails"):
+        gpus_there(4, 0)

@@ -1,7 +1,11 @@
-"""How many GPUs training should take: the figures, the recommendation, the learning rate."""
+"""The plan as people read it: how many GPUs training should take and why, and its charts."""
+
+import base64
+from collections.abc import Sequence
 
 from draftworks.config import PipelineConfig
 from draftworks.estimates.scaling import Scaled, recommend, scaled_rate
+from draftworks.stages.base import Plan
 from draftworks.stages.train import Train
 from draftworks.workspace import Workspace
 
@@ -38,6 +42,24 @@ gradients, 2 (N-1)/N of it over every link. The learning rate {rate:g} belongs t
 one of {double:,} tokens would want {scaled_rate(rate, work.batch, double):.2g} (square root, for
 Adam), and give more GPUs more to do.
 """
+
+
+def charts(config: PipelineConfig, workspace: Workspace, plans: Sequence[Plan]) -> str:
+    """Markdown with the hours of each stage and the step on each number of GPUs as images that lie
+    in the text itself; empty where nothing is known yet."""
+    from draftworks.report import plots  # matplotlib takes a second that a table need not wait for
+
+    hours, scaled = {plan.stage: plan.hours for plan in plans}, Train(config, workspace).scaling
+    drawn = {}
+    if any(hours.values()):
+        drawn["hours of each stage"] = plots.stage_hours(hours)
+    if scaled:
+        drawn["a step on each number of GPUs"] = plots.gpu_scaling(scaled, recommend(scaled)[0])
+    return "\n".join(f"![{title}]({_inline(svg)})\n" for title, svg in drawn.items())
+
+
+def _inline(svg: str) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
 def _row(item: Scaled, alone: Scaled, longest: float) -> str:
