@@ -32,7 +32,8 @@ def show_plan(config: PipelineConfig) -> None:
     from draftworks.stages import plan_all
     from draftworks.stages.base import size
 
-    plans = plan_all(config, workspace_of(config))
+    where = workspace_of(config)
+    plans = plan_all(config, where)
     create_table_artifact(
         key="plan",
         table=[
@@ -48,7 +49,6 @@ def show_plan(config: PipelineConfig) -> None:
         ],
         description=f"Plan of {config.name}: {size(sum(plan.bytes for plan in plans))} on disk",
     )
-    where = workspace_of(config)
     if text := advise(config, where) + charts(config, where, plans):
         create_markdown_artifact(text, key="plan-chart", description="Hours and GPUs, drawn")
 

@@ -1,6 +1,8 @@
 """The environment that a job runs in: versions of what its result may depend on."""
 
+import json
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,6 +23,23 @@ def environment() -> dict[str, str]:
         "draftworks": source_version(),
         **{name: _version(name) or "absent" for name in PACKAGES},
     }
+
+
+def environment_of(python: str) -> dict[str, str]:
+    """The environment of another interpreter; of this one where `python` is empty. Raises
+    DraftworksError when it cannot tell."""
+    if not python:
+        return environment()
+    command = f"import json; from {__name__} import environment; print(json.dumps(environment()))"
+    try:
+        done = subprocess.run([python, "-c", command], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise DraftworksError(f"jobs.python {python} cannot be run: {error}") from None
+    if done.returncode:
+        words = done.stderr.strip().splitlines()[-1:]
+        raise DraftworksError(f"jobs.python {python} does not know itself: {''.join(words)}")
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
 
 
 def source_version() -> str:

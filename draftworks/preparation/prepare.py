@@ -13,7 +13,7 @@ from typing import Any
 
 from draftworks.errors import DraftworksError
 from draftworks.preparation import host
-from draftworks.preparation.environment import changes, environment, require
+from draftworks.preparation.environment import changes, environment, environment_of, require
 from draftworks.progress import Progress
 from draftworks.stages.base import Check, Stage, check
 from draftworks.supervision.job import Job, State
@@ -46,7 +46,7 @@ class Preparation:
             return [f"{self.stage.name} has not been prepared"]
         again = check("disk space", lambda: host.room(self.stage))
         return [
-            *changes(record["environment"], environment()),
+            *changes(record["environment"], environment_of(self.stage.config.jobs.python)),
             *([] if again.passed else [again.detail]),
         ]
 
@@ -70,7 +70,7 @@ class Preparation:
         for item in self._known():
             failed |= not item.passed
             yield item
-        # On a part of its inputs there is nothing to try a stage that cannot start.
+        # What cannot start is not tried.
         if failed or not stage.config.jobs.prepare:
             return
         from draftworks.preparation import smoke
