@@ -37,7 +37,9 @@ def test_an_incomplete_stage_is_refused_with_its_true_count(
         DraftworksError, match=r"^not yet\. samples: 8 of 24 prompts \(33\.3%\); no job"
     ):
         gate("generate", samples.config)
-    found = {row["found"]: row["count"] for row in shown("gate-generate")}
+    rows = shown("gate-generate")
+    assert rows[0]["which"] == "checked: presence and sizes"  # missing ones show without reading
+    found = {row["found"]: row["count"] for row in rows}
     assert found == {"gate": "shut", "prompts": "8 of 24", "missing": "16"}
 
 
