@@ -33,6 +33,7 @@ def config(tmp_path: Path) -> PipelineConfig:
     demo["extract"]["batch_tokens"] = 1
     demo["train"]["epochs"] = 1
     demo["train"]["validation_share"] = 0.25
+    demo["jobs"]["prepare"] = False  # but for the training that waits
     return PipelineConfig.model_validate(demo)
 
 
@@ -68,8 +69,12 @@ def test_training_is_refused_at_half_and_starts_by_itself_when_the_rest_is_there
         assert f"job running on {platform.node()}" in state.message
         assert not job_of("train", config).history()
 
-        gates = config.gates.model_copy(update={"on_incomplete": "wait"})
-        patient = config.model_copy(update={"gates": gates})
+        patient = config.model_copy(
+            update={
+                "gates": config.gates.model_copy(update={"on_incomplete": "wait"}),
+                "jobs": config.jobs.model_copy(update={"prepare": True}),
+            }
+        )
         training = in_background(lambda: train(patient, return_state=True))
         ear.wait_for("waiting for hidden states")
         assert not job_of("train", config).history()
