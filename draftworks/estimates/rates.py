@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from draftworks.config import PipelineConfig
 from draftworks.records.manifest import iterate_manifest, read_manifest
@@ -25,8 +26,10 @@ def measured(workspace: Workspace, config: PipelineConfig, stage: str) -> Rate |
     newest: tuple[float, float] | None = None
     for directory in alike(workspace, config, stage):
         runs = read_manifest(directory / "history.jsonl")
-        if not runs or runs[-1]["outcome"] != "finished":
+        ends = [place for place, run in enumerate(runs) if run["outcome"] == "finished"]
+        if not ends:
             continue
+        runs = runs[: ends[0] + 1]  # what came later only looked at what was there
         seconds = sum(run["ended"] - run["started"] for run in runs)
         rate = _rate(workspace.root / "artifacts" / directory.name, stage, seconds)
         if rate and (newest is None or runs[-1]["ended"] > newest[0]):
@@ -39,18 +42,30 @@ def measured(workspace: Workspace, config: PipelineConfig, stage: str) -> Rate |
 
 def alike(workspace: Workspace, config: PipelineConfig, stage: str) -> Iterator[Path]:
     """Directories of the jobs that did the same kind of work, as far as its speed goes: for the
-    same target, with the same engine or GPUs."""
-    ours = config.model_dump(mode="json")
-    same = {"generate": "engine", "extract": "engine", "train": "gpus"}[stage]
+    same target, with the same engine or GPUs, training a drafter and steps of the same size."""
+    ours = _kind(config.model_dump(mode="json"), stage)
     for directory in workspace.jobs():
         settings = directory / "config.json"
         if directory.name.startswith(f"{stage}-") and settings.is_file():
             other = json.loads(settings.read_text(encoding="utf-8"))
-            if (other.get("target"), other.get(stage, {}).get(same)) == (
-                ours["target"],
-                ours[stage][same],
-            ):
+            if _kind(other, stage) == ours:
                 yield directory
+
+
+def _kind(config: dict[str, Any], stage: str) -> list[Any]:
+    """The settings that a speed belongs to."""
+    settings = config.get(stage, {})
+    same = {
+        "generate": ("engine",),
+        "extract": ("engine",),
+        "train": ("gpus", "drafter", "ttt_steps", "pack_tokens", "accumulate"),
+    }[stage]
+    kind = [config.get("target"), *(settings.get(name) for name in same)]
+    if stage == "extract" and settings.get("engine") != "reference":
+        kind.append(settings.get("server", {}).get("tensor_parallel"))
+    if stage == "train":
+        kind.append(config.get("vocab", {}).get("size"))
+    return kind
 
 
 def _rate(artifact: Path, stage: str, seconds: float) -> float:

@@ -57,6 +57,23 @@ def test_another_target_or_engine_is_another_speed(ran: PipelineConfig) -> None:
     assert measured(workspace, ran.model_copy(update={"generate": served}), "generate") is None
 
 
+def test_another_drafter_is_another_speed(ran: PipelineConfig) -> None:
+    workspace = Workspace(Path(ran.workspace))
+    larger = ran.train.drafter.model_copy(update={"intermediate_size": 8192})
+    for change in ({"drafter": larger}, {"ttt_steps": ran.train.ttt_steps + 1}):
+        other = ran.model_copy(update={"train": ran.train.model_copy(update=change)})
+        assert measured(workspace, other, "train") is None
+
+
+def test_looking_again_at_what_is_there_is_no_work(ran: PipelineConfig) -> None:
+    workspace = Workspace(Path(ran.workspace))
+    first = measured(workspace, ran, "extract")
+    assert main(["run", str(Path(ran.workspace).parent / "config.json"), "extract"]) == 0
+    (job,) = (path for path in workspace.jobs() if path.name.startswith("extract"))
+    assert len((job / "history.jsonl").read_text().splitlines()) == 2
+    assert measured(workspace, ran, "extract") == first
+
+
 def test_what_nothing_is_known_of_is_not_made_up(tiny_config: PipelineConfig) -> None:
     plans = plan_all(tiny_config, Workspace(Path(tiny_config.workspace)))
     known = {plan.stage: plan.hours for plan in plans}
