@@ -40,7 +40,8 @@ A step has {work.batch:,} tokens, whatever the number of GPUs.
 {work.trainable / 1e9:.2f} billion weights exchange {4 * work.trainable / 1e9:.1f} GB of float32
 gradients, 2 (N-1)/N of it over every link. The learning rate {rate:g} belongs to this batch;
 one of {double:,} tokens would want {scaled_rate(rate, work.batch, double):.2g} (square root, for
-Adam), and give more GPUs more to do.
+Adam), and give more GPUs more to do. How fast GPUs compute and exchange is taken from the config
+(`plan.train_tflops`, `plan.bus_gbps`): put measured figures there.
 """
 
 
